@@ -1,0 +1,29 @@
+"""Position-agnostic pre-projection for transformer attention (arXiv 2604.10791).
+
+Importing this registers `vit_preproj_*` with timm.
+"""
+
+from mmpreproj.attach import (
+    attach,
+    attach_block,
+    detach,
+    freeze_base,
+    preproj_modules,
+)
+from mmpreproj.backbones import vit as _vit  # noqa: F401  registers the timm models
+from mmpreproj.preproj import PreProj, PreProjConfig
+from mmpreproj.saving import load, save
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PreProj",
+    "PreProjConfig",
+    "attach",
+    "attach_block",
+    "detach",
+    "freeze_base",
+    "load",
+    "preproj_modules",
+    "save",
+]

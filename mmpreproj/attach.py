@@ -1,0 +1,224 @@
+"""Give the method to a model that exists, and take it away again.
+
+Nothing is wrapped: the class of each self-attention is swapped for a subclass (`mmpreproj.swap`),
+so that every parameter of the base keeps its name and every isinstance check holds.
+
+In training, DropPath and dropout that act on the attention branch behind the point where the skip
+joins act on the skip as well: a sample that loses its attention branch loses its skip.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmpreproj.preproj import PreProj, PreProjConfig
+from mmpreproj.sites import Site, block_sites, find_sites
+from mmpreproj.swap import AttentionSwap, BlockSwap, Handoff, JoinSwap, Swapped, swap, swap_back
+
+_logger = logging.getLogger(__name__)
+
+# The first of these that an attention has is where it reads its input.
+INPUT_PROJECTIONS = ("qkv", "q_proj")
+
+
+@dataclasses.dataclass
+class Attachment:
+    """What a model remembers of attach and freeze_base, so that both can be undone and saved."""
+
+    config: PreProjConfig | None = None
+    also: tuple[str, ...] = ()
+    requires_grad: dict[str, bool] | None = None
+
+
+def attach(model: nn.Module, config: PreProjConfig | None = None) -> nn.Module:
+    """Give every self-attention of `model` the method, in place.
+
+    Load the base's weights first: loading afterwards through the library that made the model may
+    draw the new parameters afresh. With the default config the outputs stay bit-identical.
+
+    Args:
+        model: any model built from a block in `mmpreproj.sites.BLOCKS`, or of any architecture when
+            `config.attention` gives the paths by hand.
+        config: what to add, and where; None is both parts in every block.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: before anything is changed, if the architecture is unknown, a layer or path
+            matches nothing, the model carries the method already, or a module cannot take it.
+    """
+    config = config or PreProjConfig()
+    _attach(model, config, find_sites(_attachable(model, config), config))
+    return model
+
+
+def attach_block(block: nn.Module, config: PreProjConfig | None = None) -> nn.Module:
+    """`attach` for one transformer block; `config.layers` does not apply. Returns the block."""
+    config = config or PreProjConfig()
+    if config.layers is not None or config.attention is not None:
+        raise ValueError("attach_block takes one known block: layers and attention must be None")
+    _attach(block, config, block_sites(_attachable(block, config)))
+    return block
+
+
+def _attachable(model: nn.Module, config: PreProjConfig) -> nn.Module:
+    if not config.enabled:
+        raise ValueError("nothing to attach: pre_projection and content_skip are both False")
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise ValueError("this model is compiled: attach first, then call torch.compile")
+    taken = [name for name, module in model.named_modules() if isinstance(module, Swapped)]
+    if taken:
+        raise ValueError(f"the method is attached already, at {taken[0]!r}; call detach first")
+    return model
+
+
+def _attach(model: nn.Module, config: PreProjConfig, sites: list[Site]) -> None:
+    swaps: dict[str, tuple[type, dict[str, Any]]] = {}
+    for site in sites:
+        attention = _swappable(model, site.attention)
+        preproj = _new_parameters(attention, site.attention, config)
+        handoff = None
+        if site.join is not None and config.content_skip:
+            handoff = Handoff()
+            _swappable(model, site.join)
+            _swappable(model, site.block)
+            swaps[site.join] = (JoinSwap, {"preproj_handoff": handoff})
+            others = swaps.get(site.block, (BlockSwap, {}))[1].get("preproj_handoffs", ())
+            swaps[site.block] = (BlockSwap, {"preproj_handoffs": (*others, handoff)})
+        swaps[site.attention] = (AttentionSwap, {"preproj": preproj, "preproj_handoff": handoff})
+    for path, (mixin, attributes) in swaps.items():
+        swap(model.get_submodule(path), mixin, attributes)
+    model.preproj_attachment = dataclasses.replace(attachment_of(model), config=config)
+    _report(model, sites)
+
+
+def _report(model: nn.Module, sites: list[Site]) -> None:
+    new = sum(p.numel() for module in preproj_modules(model).values() for p in module.parameters())
+    everything = sum(p.numel() for p in model.parameters())
+    _logger.info(
+        "attached to %d self-attentions of %s: %.1f M new parameters beside %.1f M; %d skips join "
+        "behind a scale",
+        *(len(sites), type(model).__name__, new / 1e6, (everything - new) / 1e6),
+        sum(site.join is not None for site in sites),
+    )
+    if not all(site.normed for site in sites):
+        _logger.warning(
+            "%s is post-norm: its attention reads no norm(x), so x̂ is the block's own input",
+            type(model).__name__,
+        )
+
+
+def _swappable(model: nn.Module, path: str) -> nn.Module:
+    module = model.get_submodule(path)
+    if "forward" in vars(module):
+        raise ValueError(
+            f"{path!r} has a forward of its own set on the instance (an offload hook or a patched "
+            "kernel), which would bypass the method; remove it, attach, then set it again"
+        )
+    return module
+
+
+def _new_parameters(attention: nn.Module, path: str, config: PreProjConfig) -> PreProj:
+    """A PreProj of the width, device and dtype that the attention's input projection has."""
+    for name in INPUT_PROJECTIONS:
+        projection = getattr(attention, name, None)
+        if isinstance(projection, nn.Module):
+            break
+    else:
+        linear = [name for name, module in attention.named_children() if hasattr(module, "weight")]
+        raise ValueError(
+            f"{path!r} ({type(attention).__name__}) has none of the input projections "
+            f"{INPUT_PROJECTIONS}; it has {linear}"
+        )
+    weight = projection.weight
+    if config.dtype is None and not weight.is_floating_point():
+        raise ValueError(
+            f"{path!r} holds packed weights ({weight.dtype}): say which dtype the new parameters "
+            "take, such as PreProjConfig(dtype='bfloat16')"
+        )
+    dtype = weight.dtype if config.dtype is None else getattr(torch, config.dtype)
+    return PreProj(projection.in_features, config, device=weight.device, dtype=dtype)
+
+
+def detach(model: nn.Module) -> nn.Module:
+    """Make `model` exactly its base again, `requires_grad` included; the new parameters are gone.
+
+    Raises:
+        ValueError: if the model does not carry the method.
+    """
+    swapped = [module for module in model.modules() if isinstance(module, Swapped)]
+    if not swapped:
+        raise ValueError(f"nothing to detach: {type(model).__name__} does not carry the method")
+    for module in swapped:
+        swap_back(module)
+    frozen = attachment_of(model).requires_grad or {}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen.get(name, parameter.requires_grad))
+    vars(model).pop("preproj_attachment", None)
+    return model
+
+
+def preproj_modules(model: nn.Module) -> dict[str, PreProj]:
+    """`{qualified name: PreProj}`, one per self-attention site, in order of execution."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, PreProj)}
+
+
+def freeze_base(model: nn.Module, also: Iterable[str] = ()) -> nn.Module:
+    """Leave only the new parameters trainable, and those that `also` names.
+
+    Args:
+        also: paths of modules or parameters that train too, such as `["head"]`; `save` then stores
+            them beside the new parameters.
+
+    Returns:
+        The same model. `detach` gives back what was trainable before.
+
+    Raises:
+        ValueError: before anything is changed, if a path matches nothing, or nothing would train.
+    """
+    also = (also,) if isinstance(also, str) else tuple(also)
+    parameters = dict(model.named_parameters())
+    new = new_parameters(model)
+    for path in also:
+        if not any(is_within(name, path) for name in parameters):
+            known = [name for name, _ in model.named_modules() if name]
+            near = difflib.get_close_matches(path, known, n=3) or list(dict(model.named_children()))
+            raise ValueError(f"also={path!r} names no parameter; the nearest modules are {near}")
+    trainable = {
+        name for name in parameters if name in new or any(is_within(name, path) for path in also)
+    }
+    if not trainable:
+        raise ValueError("nothing would train: attach the method first, or name parts in `also`")
+    before = attachment_of(model)
+    requires_grad = before.requires_grad or {
+        name: parameter.requires_grad for name, parameter in parameters.items()
+    }
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in trainable)
+    model.preproj_attachment = dataclasses.replace(before, also=also, requires_grad=requires_grad)
+    return model
+
+
+def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """`{name: parameter}` of what the method added, by the names of the model's state dict."""
+    return {
+        f"{path}.{name}": parameter
+        for path, module in preproj_modules(model).items()
+        for name, parameter in module.named_parameters()
+    }
+
+
+def attachment_of(model: nn.Module) -> Attachment:
+    return vars(model).get("preproj_attachment") or Attachment()
+
+
+def is_within(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")

@@ -1,0 +1,1 @@
+"""Models that carry the method from the start; importing a file registers its models with timm."""

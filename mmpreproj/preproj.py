@@ -1,0 +1,200 @@
+"""The method: a nonlinear pre-projection before Q, K and V, and a skip around attention.
+
+Source: "Position-Agnostic Pre-Projection for Transformer Attention: Nonlinear Feature Construction
+and Content Skip Before Q/K/V", arXiv 2604.10791 (https://arxiv.org/abs/2604.10791).
+
+For one transformer block with input x and x̂ = norm(x):
+
+    x̃   = x̂ + W_down · SiLU(W_up · x̂)      pre-projection
+    a    = Attention(x̃)                      Q, K and V all read x̃; positions act only in here
+    out  = x + a + W_skip · x̃                content skip
+
+Both additions act on each token alone and never see a position, so they commute with any order of
+the tokens: text, image patches or space-time tubelets. They cost 3.5 d² multiply-adds a token and
+layer at the default expansion (a plain block has 12 d²) and leave the K/V cache as it was.
+
+Start: W_up truncated normal (std 0.02), W_down and W_skip zero. The model then equals its base bit
+for bit, and gradients still flow: W_down and W_skip move first, then W_up.
+
+Shapes: B batch, T tokens, D width of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+UP_INIT_STD = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class PreProjConfig:
+    """What is added to a model, and where.
+
+    Args:
+        expansion: width of the pre-projection's hidden layer, as a multiple of the model's width.
+        pre_projection: add W_up and W_down.
+        content_skip: add W_skip.
+        layers: blocks that get the method, counted from 0 within each stack of blocks; negative
+            numbers count from the end. None means all.
+        init_std: standard deviation (truncated normal) that W_down and W_skip start with; at 0 the
+            model starts bit-identical to its base.
+        skip_rank: rank of W_skip; None means full rank.
+        dtype: dtype of the new parameters, such as "float32" on a bfloat16 base; None means that of
+            the attention's own weights.
+        attention: for architectures that the library does not know: the path of the attention
+            modules, with ``*`` for the block's number, such as ``"encoder.layers.*.attn"``.
+        join: goes with `attention`: the path of the module behind everything that scales or norms
+            the attention branch, whose input the skip is added to, such as
+            ``"encoder.layers.*.drop_path"``. None: it is added to the attention's own output.
+
+    Raises:
+        ValueError: naming the field, what it holds and what it takes.
+    """
+
+    expansion: float = 1.25
+    pre_projection: bool = True
+    content_skip: bool = True
+    layers: Sequence[int] | None = None
+    init_std: float = 0.0
+    skip_rank: int | None = None
+    dtype: str | None = None
+    attention: str | None = None
+    join: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.expansion <= 0:
+            raise ValueError(f"expansion must be above 0, found {self.expansion}")
+        if self.init_std < 0:
+            raise ValueError(f"init_std must be 0 or above, found {self.init_std}")
+        if self.skip_rank is not None and self.skip_rank < 1:
+            raise ValueError(f"skip_rank must be 1 or above, or None, found {self.skip_rank}")
+        if self.skip_rank is not None and not self.content_skip:
+            raise ValueError(f"skip_rank={self.skip_rank} needs content_skip=True")
+        if self.dtype is not None and not _is_float(self.dtype):
+            raise ValueError(f"dtype must name a floating-point torch dtype, found {self.dtype!r}")
+        if self.attention is not None and "*" not in self.attention:
+            raise ValueError(
+                f"attention must hold a * where the block's number stands, found {self.attention!r}"
+            )
+        if self.join is not None and self.attention is None:
+            raise ValueError(f"join={self.join!r} goes with attention=, which is None")
+        if self.layers is not None:
+            if isinstance(self.layers, (str, int)) or not len(tuple(self.layers)):
+                raise ValueError(f"layers must list block numbers, or be None, found {self.layers}")
+            object.__setattr__(self, "layers", tuple(int(layer) for layer in self.layers))
+
+    @property
+    def enabled(self) -> bool:
+        """Whether either part is on."""
+        return self.pre_projection or self.content_skip
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain types, for JSON and checkpoints."""
+        fields = dataclasses.asdict(self)
+        fields["layers"] = None if self.layers is None else list(self.layers)
+        return fields
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> PreProjConfig:
+        """The inverse of `to_dict`. Raises ValueError on a field that does not exist."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in set(fields) - set(known):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; it has {known}"
+            raise ValueError(f"PreProjConfig has no field {name!r}{hint}")
+        return cls(**fields)
+
+
+def _is_float(name: str) -> bool:
+    dtype = getattr(torch, name, None)
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
+class PreProj(nn.Module):
+    """The parameters of one self-attention: W_up, W_down and W_skip, all without bias.
+
+    `up` is Linear(D, int(expansion · D)), `down` its inverse shape, `skip` Linear(D, D); a part
+    that is off is None and holds no parameter. With a skip rank r, W_skip = skip · reduce, where
+    `reduce` is Linear(D, r) and `skip` Linear(r, D).
+
+    Args:
+        dim: D, the width of the tokens that the attention reads.
+        config: which parts, and their sizes.
+
+    Raises:
+        ValueError: if dim < 1, or the skip rank is above dim.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        config: PreProjConfig | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        config = config or PreProjConfig()
+        if dim < 1:
+            raise ValueError(f"dim must be 1 or above, found {dim}")
+        rank = config.skip_rank
+        if rank is not None and rank > dim:
+            raise ValueError(f"skip_rank={rank} is above the width {dim}; use None for full rank")
+        self.dim = dim
+        self.init_std = config.init_std
+        hidden = max(1, int(config.expansion * dim))
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)
+
+        self.up = linear(dim, hidden) if config.pre_projection else None
+        self.down = linear(hidden, dim) if config.pre_projection else None
+        self.reduce = linear(dim, rank) if config.content_skip and rank else None
+        self.skip = linear(rank or dim, dim) if config.content_skip else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the start of every parameter; also what model-wide initialisation calls."""
+        for reader in (self.up, self.reduce):
+            if reader is not None:
+                _truncated_normal_(reader.weight, UP_INIT_STD)
+        for writer in (self.down, self.skip):
+            if writer is not None:
+                _truncated_normal_(writer.weight, self.init_std)
+
+    def forward(self, x_hat: Tensor) -> Tensor:
+        """x̂ -> x̃, token by token; x̂ itself is left as it is.
+
+        Shape: x_hat [B, T, D], or any [..., D] -> the same shape and dtype.
+        """
+        if self.up is None:
+            return x_hat
+        x = x_hat.to(self.up.weight.dtype)  # a no-op unless the new parameters have their own dtype
+        return (x + self.down(F.silu(self.up(x)))).to(x_hat.dtype)
+
+    def content_skip(self, x_tilde: Tensor) -> Tensor:
+        """W_skip · x̃. Shape: x_tilde [..., D] -> the same shape and dtype."""
+        assert self.skip is not None, "content_skip() of a PreProj whose skip is off"
+        x = x_tilde.to(self.skip.weight.dtype)
+        return self.skip(x if self.reduce is None else self.reduce(x)).to(x_tilde.dtype)
+
+    def skip_matrix(self) -> Tensor | None:
+        """W_skip as one [D, D] matrix, whatever its rank; None where the skip is off."""
+        if self.skip is None or self.reduce is None:
+            return None if self.skip is None else self.skip.weight
+        return self.skip.weight @ self.reduce.weight
+
+
+def _truncated_normal_(weight: Tensor, std: float) -> None:
+    """Normal with the given std, cut at two of them; exactly zero at std 0."""
+    with torch.no_grad():
+        if std == 0:
+            weight.zero_()
+        else:
+            nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)

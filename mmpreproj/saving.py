@@ -1,0 +1,236 @@
+"""Save what the method added to a model as a small folder, and load it onto the same base again."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from mmpreproj.attach import (
+    attach,
+    attachment_of,
+    detach,
+    is_within,
+    new_parameters,
+    preproj_modules,
+)
+from mmpreproj.preproj import PreProjConfig
+from mmpreproj.sites import find_sites
+
+WEIGHTS_FILE = "preproj.safetensors"
+CONFIG_FILE = "preproj.json"
+FORMAT = 1
+
+
+def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
+    """Write what the method added to `model`, without the base, as a folder.
+
+    `preproj.safetensors` holds the new parameters, and those that `freeze_base` was told to train
+    also; `preproj.json` the config and what the base is: name, architecture, width, depth and a
+    fingerprint of its weights. Sharded parameters are gathered: call it on every rank.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: if the model does not carry the method, or `path` is a file.
+    """
+    attachment = attachment_of(model)
+    if attachment.config is None:
+        raise ValueError(f"nothing to save: the method is not attached to {type(model).__name__}")
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; save takes a folder")
+    tensors = {name: _whole(tensor) for name, tensor in _stored(model, attachment.also).items()}
+    described = {
+        "format": FORMAT,
+        "config": attachment.config.to_dict(),
+        "also": list(attachment.also),
+        "base": {
+            "name": _base_name(model),
+            **_base_shape(model, attachment.config),
+            "fingerprint": fingerprint(model),
+        },
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / WEIGHTS_FILE, safetensors.torch.save(tensors))
+    _replace(folder / CONFIG_FILE, (json.dumps(described, indent=2) + "\n").encode())
+    return folder
+
+
+def load(
+    model: nn.Module, path: str | os.PathLike[str], allow_other_base: bool = False
+) -> nn.Module:
+    """Attach to `model` what `save` wrote, or fill it in where the same config is attached already.
+
+    Args:
+        model: the base, with its weights; other precisions of the same weights are the same base.
+        allow_other_base: take a base of the same architecture with other weights.
+
+    Returns:
+        The same model.
+
+    Raises:
+        FileNotFoundError: if the folder lacks a file.
+        ValueError: with what was found and what was expected, and the model as it was, if the
+            architecture or the weights of the base differ, another config is attached, or a tensor
+            is missing, unknown or of another shape.
+    """
+    described, tensors = _read(Path(path))
+    config = PreProjConfig.from_dict(described["config"])
+    attached = attachment_of(model).config
+    if attached is not None and attached != config:
+        raise ValueError(f"{path} was saved with {config}, but the model carries {attached}")
+    if attached is None:
+        attach(model, config)
+    try:
+        _check_base(model, config, described["base"], allow_other_base, described["also"], path)
+        targets = _stored(model, described["also"])
+        _check_tensors(targets, tensors, path)
+    except ValueError:
+        if attached is None:
+            detach(model)
+        raise
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(tensors[name])
+    model.preproj_attachment = dataclasses.replace(
+        attachment_of(model), also=tuple(described["also"])
+    )
+    return model
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"{folder} has no {name}: load takes the folder that mmpreproj.save wrote"
+            )
+    try:
+        described = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        found = described["format"]
+        if found != FORMAT:
+            raise ValueError(f"format {found!r}, this version of mmpreproj reads {FORMAT}")
+        missing = {"config", "also", "base"} - set(described)
+        if missing:
+            raise ValueError(f"no {sorted(missing)}")
+        tensors = safetensors.torch.load_file(folder / WEIGHTS_FILE)
+    except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        raise ValueError(f"{folder} cannot be read: {error}") from error
+    return described, tensors
+
+
+def _check_base(
+    model: nn.Module,
+    config: PreProjConfig,
+    expected: dict[str, Any],
+    allow_other_base: bool,
+    also: list[str],
+    path: str | os.PathLike[str],
+) -> None:
+    found = _base_shape(model, config)
+    wanted = {key: expected.get(key) for key in found}
+    if found != wanted:
+        raise ValueError(f"{path} was saved from {wanted}, but this model is {found}")
+    if not allow_other_base and fingerprint(model, also) != expected.get("fingerprint"):
+        raise ValueError(
+            f"{path} was saved from {expected.get('name')!r} with other weights than this model "
+            f"({_base_name(model)!r}) has; load those weights, or pass allow_other_base=True"
+        )
+
+
+def _check_tensors(
+    targets: dict[str, Tensor], tensors: dict[str, Tensor], path: str | os.PathLike[str]
+) -> None:
+    shapes = {
+        name: (tuple(targets[name].shape), tuple(tensors[name].shape))
+        for name in targets.keys() & tensors.keys()
+    }
+    faults = {
+        "missing": sorted(targets.keys() - tensors.keys()),
+        "unknown": sorted(tensors.keys() - targets.keys()),
+        "of another shape (expected, found)": sorted(
+            f"{name} {expected} {found}"
+            for name, (expected, found) in shapes.items()
+            if expected != found
+        ),
+    }
+    told = "; ".join(f"{fault}: {', '.join(names)}" for fault, names in faults.items() if names)
+    if told:
+        raise ValueError(f"{path} does not fit this model. Tensors {told}")
+
+
+def _stored(model: nn.Module, also: Iterable[str]) -> dict[str, nn.Parameter]:
+    """What a saved folder holds: the new parameters and those under the paths of `also`."""
+    new = new_parameters(model)
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name in new or any(is_within(name, path) for path in also)
+    }
+
+
+def _base_name(model: nn.Module) -> str | None:
+    """The name that the base's library knows it by, where it has one."""
+    timm_config = getattr(model, "pretrained_cfg", None) or {}
+    name = ".".join(filter(None, (timm_config.get("architecture"), timm_config.get("tag"))))
+    return name or getattr(getattr(model, "config", None), "name_or_path", None) or None
+
+
+def _base_shape(model: nn.Module, config: PreProjConfig) -> dict[str, Any]:
+    """Architecture, width and depth: the parts of a base that cannot be let differ."""
+    widths = sorted({module.dim for module in preproj_modules(model).values()})
+    sites = find_sites(model, dataclasses.replace(config, layers=None))
+    return {
+        "architecture": type(model).__name__,
+        "width": widths[0] if len(widths) == 1 else widths,
+        "depth": len(sites),
+    }
+
+
+FINGERPRINT_VALUES = 65536
+
+
+def fingerprint(model: nn.Module, also: Iterable[str] | None = None) -> str:
+    """A hash of the base's weights: names, shapes, and up to 65,536 evenly spaced values of each.
+
+    Values are rounded to bfloat16 first, so that a base loaded in float32 and in bfloat16 is the
+    same base. The new parameters, and those under the paths of `also` (None: what `freeze_base` was
+    told), do not count.
+    """
+    own = _stored(model, attachment_of(model).also if also is None else also)
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if name in own:
+            continue
+        values = _whole(parameter).reshape(-1)
+        values = values[:: max(1, -(-values.numel() // FINGERPRINT_VALUES))]
+        if values.is_floating_point():
+            values = values.to(torch.bfloat16)
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(values.contiguous().view(torch.uint8).numpy().tobytes())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU, contiguous; a sharded one (DTensor) is gathered first."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    return tensor.cpu().contiguous()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    unfinished = path.with_suffix(path.suffix + ".part")
+    unfinished.write_bytes(content)
+    os.replace(unfinished, path)
