@@ -4,8 +4,8 @@ Patch 16, 224 px, class token, 2-D axial RoPE by timm's own code, no LayerScale:
 method is `timm.models.eva.Eva`, as timm's `vit_*_patch16_rope_224` (ViT: arXiv 2010.11929; RoPE for
 ViT: arXiv 2403.13298). Initialisation: timm's, then the method's own (`mmpreproj.preproj`).
 
-`pretrained=True` starts small, base and large from those models' ImageNet-1k weights: both gammas of
-LayerScale are folded into the linear layer before them, and the new parameters start at the
+`pretrained=True` starts small, base and large from those models' ImageNet-1k weights: both gammas
+of LayerScale are folded into the linear layer before them, and the new parameters start at the
 identity.
 """
 
