@@ -16,16 +16,30 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmpreproj.preproj import PreProj, PreProjConfig
-from mmpreproj.sites import Site, block_sites, find_sites
-from mmpreproj.swap import AttentionSwap, BlockSwap, Handoff, JoinSwap, Swapped, swap, swap_back
+from mmpreproj.sites import Site, block_sites, find_sites, order_of_execution
+from mmpreproj.swap import (
+    AttentionSwap,
+    BlockSwap,
+    Handoff,
+    JoinOutputSwap,
+    JoinSwap,
+    Swapped,
+    swap,
+    swap_back,
+)
 
 _logger = logging.getLogger(__name__)
 
 # The first of these that an attention has is where it reads its input.
-INPUT_PROJECTIONS = ("qkv", "q_proj")
+INPUT_PROJECTIONS = (
+    *("qkv", "q_proj", "qkv_proj", "query_key_value", "Wqkv", "c_attn"),
+    *("query", "query_proj", "q_lin", "q"),
+    # an attention that hands its input on to another
+    *("attention.q_proj", "attention.query", "attention.qkv"),
+)
 
 
 @dataclasses.dataclass
@@ -44,8 +58,8 @@ def attach(model: nn.Module, config: PreProjConfig | None = None) -> nn.Module:
     draw the new parameters afresh. With the default config the outputs stay bit-identical.
 
     Args:
-        model: any model built from a block in `mmpreproj.sites.BLOCKS`, or of any architecture when
-            `config.attention` gives the paths by hand.
+        model: any model built from a block in `mmpreproj.architectures.BLOCKS`, or of any
+            architecture when `config.attention` gives the paths by hand.
         config: what to add, and where; None is both parts in every block.
 
     Returns:
@@ -90,10 +104,19 @@ def _attach(model: nn.Module, config: PreProjConfig, sites: list[Site]) -> None:
             handoff = Handoff()
             _swappable(model, site.join)
             _swappable(model, site.block)
-            swaps[site.join] = (JoinSwap, {"preproj_handoff": handoff})
+            assert site.join not in swaps, f"two skips would join at {site.join!r}"
+            mixin = JoinOutputSwap if site.join_output else JoinSwap
+            swaps[site.join] = (mixin, {"preproj_handoff": handoff})
             others = swaps.get(site.block, (BlockSwap, {}))[1].get("preproj_handoffs", ())
             swaps[site.block] = (BlockSwap, {"preproj_handoffs": (*others, handoff)})
-        swaps[site.attention] = (AttentionSwap, {"preproj": preproj, "preproj_handoff": handoff})
+        swaps[site.attention] = (
+            AttentionSwap,
+            {
+                "preproj": preproj,
+                "preproj_handoff": handoff,
+                "preproj_divisor": site.divisor,
+            },
+        )
     for path, (mixin, attributes) in swaps.items():
         swap(model.get_submodule(path), mixin, attributes)
     model.preproj_attachment = dataclasses.replace(attachment_of(model), config=config)
@@ -129,8 +152,8 @@ def _swappable(model: nn.Module, path: str) -> nn.Module:
 def _new_parameters(attention: nn.Module, path: str, config: PreProjConfig) -> PreProj:
     """A PreProj of the width, device and dtype that the attention's input projection has."""
     for name in INPUT_PROJECTIONS:
-        projection = getattr(attention, name, None)
-        if isinstance(projection, nn.Module):
+        projection = _descendant(attention, name)
+        if projection is not None:
             break
     else:
         linear = [name for name, module in attention.named_children() if hasattr(module, "weight")]
@@ -138,14 +161,35 @@ def _new_parameters(attention: nn.Module, path: str, config: PreProjConfig) -> P
             f"{path!r} ({type(attention).__name__}) has none of the input projections "
             f"{INPUT_PROJECTIONS}; it has {linear}"
         )
-    weight = projection.weight
-    if config.dtype is None and not weight.is_floating_point():
+    weight, packed = _stored_weight(projection)
+    if config.dtype is None and packed:
         raise ValueError(
             f"{path!r} holds packed weights ({weight.dtype}): say which dtype the new parameters "
             "take, such as PreProjConfig(dtype='bfloat16')"
         )
     dtype = weight.dtype if config.dtype is None else getattr(torch, config.dtype)
-    return PreProj(projection.in_features, config, device=weight.device, dtype=dtype)
+    # transformers' Conv1D holds its weight as [inputs, outputs], and names the inputs nx
+    dim = projection.nx if hasattr(projection, "nx") else projection.in_features
+    return PreProj(dim, config, device=weight.device, dtype=dtype)
+
+
+def _stored_weight(projection: nn.Module) -> tuple[Tensor, bool]:
+    """The tensor that holds a projection's weight, and whether it is packed (quantised).
+
+    A quantised projection may name it otherwise, or hold numbers of one byte (float8).
+    """
+    weight = getattr(projection, "weight", None)
+    if weight is None:
+        return next(iter((*projection.parameters(), *projection.buffers()))), True
+    return weight, not weight.is_floating_point() or weight.element_size() < 2
+
+
+def _descendant(module: nn.Module, path: str) -> nn.Module | None:
+    for name in path.split("."):
+        module = getattr(module, name, None)
+        if not isinstance(module, nn.Module):
+            return None
+    return module
 
 
 def detach(model: nn.Module) -> nn.Module:
@@ -167,8 +211,17 @@ def detach(model: nn.Module) -> nn.Module:
 
 
 def preproj_modules(model: nn.Module) -> dict[str, PreProj]:
-    """`{qualified name: PreProj}`, one per self-attention site, in order of execution."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, PreProj)}
+    """`{qualified name: PreProj}`, one per self-attention site, in order of execution.
+
+    Stacks stand as the model lists them: encoder before decoder; CLIP's two towers, neither of
+    which reads the other, text before image.
+    """
+    found = {name: m for name, m in model.named_modules() if isinstance(m, PreProj)}
+    rank = order_of_execution(model)
+    # stable: attentions that no known block holds stay as they stand in the model, at the end
+    return dict(
+        sorted(found.items(), key=lambda item: rank.get(item[0].rpartition(".")[0], len(rank)))
+    )
 
 
 def freeze_base(model: nn.Module, also: Iterable[str] = ()) -> nn.Module:

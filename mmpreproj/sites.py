@@ -1,11 +1,7 @@
-"""Where the self-attentions of a model are, and where their skips join the residual stream.
+"""Finding the self-attentions of a model, and where their skips join the residual stream.
 
-The table is keyed by the class of the transformer block, not by the model: whatever is built from a
-known block is supported, under whichever head it stands. A block's row says where its
-self-attention is and what stands between that attention and the residual add. Where something
-scales or norms the branch there (LayerScale, a norm behind attention), a skip added at the
-attention's output would be scaled too, which is not the method; it joins at a later module, behind
-the scale.
+What each known block looks like stands in `mmpreproj.architectures`; paths that the user gave are
+found here as well.
 """
 
 from __future__ import annotations
@@ -17,73 +13,24 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from mmpreproj.architectures import BLOCKS, SiteRule, class_name, rules_of
 from mmpreproj.preproj import PreProjConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class SiteRule:
-    """One self-attention within a block, as paths relative to the block.
-
-    Args:
-        attention: the module that takes x̂ as its first argument or as `hidden_states`, and returns
-            the attention branch (or a tuple that starts with it).
-        join: the module to whose input the skip is added, where it cannot be added to the
-            attention's output: whatever drops the branch of a sample there drops its skip too.
-        scaled_by: the block's attribute that scales the branch between the two. Where a block has
-            none of it (None or Identity), the skip is added to the attention's output. None means
-            that the branch is always changed on its way, so the skip always joins at `join`.
-        normed: whether the attention reads norm(x). Otherwise (post-norm) x̂ is the block's input.
-    """
-
-    attention: str
-    join: str | None = None
-    scaled_by: str | None = None
-    normed: bool = True
-
-    def join_of(self, block: nn.Module) -> str | None:
-        """The path of the module where this block's skip joins; None is the attention's output."""
-        if self.join is not None and self.scaled_by is not None:
-            scale = getattr(block, self.scaled_by, None)
-            if scale is None or isinstance(scale, nn.Identity):
-                return None
-        return self.join
-
-
-_LAYER_SCALE_PARAMETER = (SiteRule("attn", join="drop_path1", scaled_by="gamma_1"),)
-_POST_NORM = (SiteRule("attn", join="drop_path1", normed=False),)
-
-# Block class -> its self-attentions, in order of execution.
-BLOCKS: dict[str, tuple[SiteRule, ...]] = {
-    # ViT, DeiT, DeiT III, DINOv2, SigLIP, CLIP, hybrid and NaFlex ViTs
-    "timm.models.vision_transformer.Block": (SiteRule("attn", join="drop_path1", scaled_by="ls1"),),
-    "timm.models.vision_transformer.ResPostBlock": _POST_NORM,
-    # EVA, EVA-02, DINOv3, Perception Encoder, every vit_*_rope_*
-    "timm.models.eva.EvaBlock": _LAYER_SCALE_PARAMETER,
-    "timm.models.eva.EvaBlockPostNorm": _POST_NORM,
-    "timm.models.beit.Block": _LAYER_SCALE_PARAMETER,
-}
-
-
-@dataclasses.dataclass(frozen=True)
 class Site:
-    """One self-attention of a model, with qualified paths."""
+    """One self-attention of a model, with qualified paths.
+
+    Without a `join` the skip is added to the attention's output, divided by `divisor`; with one, to
+    the input of that module, or to its output where `join_output` says so.
+    """
 
     block: str
     attention: str
-    join: str | None
-    normed: bool
-
-
-def rules_of(block: nn.Module) -> tuple[SiteRule, ...] | None:
-    """The table's row for a block, or None.
-
-    A subclass counts as its known base class as long as it runs that class's forward.
-    """
-    for cls in type(block).__mro__:
-        rules = BLOCKS.get(f"{cls.__module__}.{cls.__qualname__}")
-        if rules is not None and type(block).forward is cls.forward:
-            return rules
-    return None
+    join: str | None = None
+    join_output: bool = False
+    divisor: float = 1.0
+    normed: bool = True
 
 
 def find_sites(model: nn.Module, config: PreProjConfig) -> list[Site]:
@@ -113,13 +60,28 @@ def block_sites(block: nn.Module) -> list[Site]:
 
 
 def _sites(block: nn.Module, path: str, rules: tuple[SiteRule, ...]) -> list[Site]:
-    def absolute(relative: str | None) -> str | None:
-        return relative if relative is None or not path else f"{path}.{relative}"
+    return [_site(block, path, rule) for rule in rules]
 
-    return [
-        Site(path, absolute(rule.attention), absolute(rule.join_of(block)), rule.normed)
-        for rule in rules
-    ]
+
+def _site(block: nn.Module, path: str, rule: SiteRule) -> Site:
+    prefix = f"{path}." if path else ""
+    join, divisor = rule.join, 1.0
+    if rule.scaled_by is not None:
+        scale = getattr(block, rule.scaled_by, None)
+        if join is None:
+            divisor = float(scale)
+            if divisor == 0:
+                raise ValueError(f"{prefix}{rule.scaled_by} is 0, which turns the attention off")
+        elif scale is None or isinstance(scale, nn.Identity):
+            join = None
+    return Site(
+        block=path,
+        attention=prefix + rule.attention,
+        join=None if join is None else prefix + join,
+        join_output=join is not None and rule.join_output,
+        divisor=divisor,
+        normed=getattr(block, rule.normed) if isinstance(rule.normed, str) else rule.normed,
+    )
 
 
 def _known_stacks(model: nn.Module) -> list[list[list[Site]]]:
@@ -133,6 +95,16 @@ def _known_stacks(model: nn.Module) -> list[list[list[Site]]]:
     if not stacks:
         raise ValueError(_unknown(model))
     return list(stacks.values())
+
+
+def order_of_execution(model: nn.Module) -> dict[str, int]:
+    """The rank of each attention's path among those in known blocks; blocks run as they stand."""
+    paths = [
+        f"{path}.{rule.attention}" if path else rule.attention
+        for path, module in model.named_modules()
+        for rule in rules_of(module) or ()
+    ]
+    return {path: rank for rank, path in enumerate(paths)}
 
 
 def _stack_by_hand(model: nn.Module, attention: str, join: str | None) -> list[list[Site]]:
@@ -150,7 +122,7 @@ def _stack_by_hand(model: nn.Module, attention: str, join: str | None) -> list[l
         if join_path is not None and join_path not in names:
             raise ValueError(f"join={join!r} matches no module: there is no {join_path!r}")
         block = attention[: attention.index("*") + 1].replace("*", number)
-        stack.append([Site(block, attention_path, join_path, normed=True)])
+        stack.append([Site(block, attention_path, join_path)])
     return stack
 
 
@@ -172,17 +144,10 @@ def _chosen(layers: tuple[int, ...] | None, depth: int) -> list[int]:
 
 def _unknown(model: nn.Module) -> str:
     """What to say of a model without a known block."""
-    found = sorted(set(_repeated_classes(model)) or {_class_name(model)})
-    known: dict[str, list[str]] = {}
-    for name in BLOCKS:
-        known.setdefault(name.rpartition(".")[2], []).append(name)
-    near = {
-        name
-        for cls in found
-        for short in difflib.get_close_matches(cls.rpartition(".")[2], known, n=3)
-        for name in known[short]
-    }
-    nearest = sorted(near or BLOCKS)
+    found = sorted(set(_repeated_classes(model)) or {class_name(type(model))})
+    nearest = sorted(
+        {name for cls in found for name in difflib.get_close_matches(cls, BLOCKS, n=3, cutoff=0)}
+    )
     return (
         f"{type(model).__name__} has no transformer block that is known here. Its repeated blocks "
         f"are {', '.join(found)}; the nearest known ones are {', '.join(nearest)}. Give the paths "
@@ -194,10 +159,6 @@ def _unknown(model: nn.Module) -> str:
 def _repeated_classes(model: nn.Module) -> Iterator[str]:
     for module in model.modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
-            classes = {_class_name(child) for child in module}
+            classes = {class_name(type(child)) for child in module}
             if len(classes) == 1 and any(module[0].children()):
                 yield classes.pop()
-
-
-def _class_name(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"

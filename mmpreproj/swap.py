@@ -48,6 +48,7 @@ class AttentionSwap(Swapped):
 
     preproj: PreProj
     preproj_handoff: Handoff | None
+    preproj_divisor: float  # a constant by which the block multiplies what the attention returns
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if args:
@@ -61,7 +62,8 @@ class AttentionSwap(Swapped):
         skip = self.preproj.content_skip(x_tilde)
         handoff = self.preproj_handoff
         if handoff is None:
-            return _add_to_branch(branch, skip)
+            divisor = self.preproj_divisor
+            return _add_to_branch(branch, skip if divisor == 1 else skip / divisor)
         if handoff.running:  # an attention called on its own has no residual stream to join
             handoff.skip = skip
         return branch
@@ -73,11 +75,16 @@ class JoinSwap(Swapped):
     preproj_handoff: Handoff
 
     def forward(self, branch: Tensor, *args: Any, **kwargs: Any) -> Any:
-        skip = self.preproj_handoff.skip
-        if skip is not None:
-            self.preproj_handoff.skip = None
-            branch = branch + skip
-        return super().forward(branch, *args, **kwargs)
+        return super().forward(_joined(branch, self.preproj_handoff), *args, **kwargs)
+
+
+class JoinOutputSwap(Swapped):
+    """The module that scales the branch: adds the skip to its output, once a call."""
+
+    preproj_handoff: Handoff
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _joined(super().forward(*args, **kwargs), self.preproj_handoff)
 
 
 class BlockSwap(Swapped):
@@ -101,6 +108,12 @@ class BlockSwap(Swapped):
                 "attach (drop_path1, say). Call detach before changing the block, then attach again"
             )
         return out
+
+
+def _joined(branch: Tensor, handoff: Handoff) -> Tensor:
+    """The branch with the skip that waits, if one does, in the layout the branch has by now."""
+    skip, handoff.skip = handoff.skip, None
+    return branch if skip is None else branch + skip.reshape(branch.shape)
 
 
 def _add_to_branch(branch: Any, skip: Tensor) -> Any:
@@ -131,6 +144,6 @@ def swap(module: nn.Module, mixin: type, attributes: dict[str, Any]) -> None:
 def swap_back(module: nn.Module) -> None:
     """Undo `swap`: the module has its own class again, and none of the attributes."""
     module.__class__ = type(module).preproj_base_class
-    for name in ("preproj", "preproj_handoff", "preproj_handoffs"):
+    for name in ("preproj", "preproj_handoff", "preproj_handoffs", "preproj_divisor"):
         if name in vars(module) or name in module._modules:
             delattr(module, name)
