@@ -1,6 +1,6 @@
 """Position-agnostic pre-projection for transformer attention (arXiv 2604.10791).
 
-Importing this registers `vit_preproj_*` with timm.
+Importing this registers `vit_preproj_*` and `video_vit_preproj_*` with timm.
 """
 
 from mmpreproj.attach import (
@@ -10,7 +10,8 @@ from mmpreproj.attach import (
     freeze_base,
     preproj_modules,
 )
-from mmpreproj.backbones import vit as _vit  # noqa: F401  registers the timm models
+from mmpreproj.backbones import video as _video  # noqa: F401  registers the timm models
+from mmpreproj.backbones import vit as _vit  # noqa: F401
 from mmpreproj.preproj import PreProj, PreProjConfig
 from mmpreproj.saving import load, save
 

@@ -99,10 +99,11 @@ def checkpoint_filter_fn(
     before it. Where the checkpoint holds none of the new parameters, the model's own stay.
     """
     weights = eva_checkpoint_filter_fn(dict(state_dict), model)
+    parameters = dict(model.named_parameters())
     for gamma_name in [name for name in weights if name.endswith((".gamma_1", ".gamma_2"))]:
-        block, _, which = gamma_name.rpartition(".")
-        if getattr(model.get_submodule(block), which, None) is not None:
+        if gamma_name in parameters:
             continue  # a model that was made with init_values keeps its LayerScale
+        block, _, which = gamma_name.rpartition(".")
         gamma = weights.pop(gamma_name).double()
         linear = f"{block}.attn.proj" if which == "gamma_1" else f"{block}.mlp.fc2"
         for name, scale in ((f"{linear}.weight", gamma[:, None]), (f"{linear}.bias", gamma)):
