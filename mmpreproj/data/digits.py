@@ -1,0 +1,201 @@
+"""scikit-learn's handwritten digits, the default: real images that need no download."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageOps
+from torch.utils.data import Dataset
+
+from mmpreproj.data.base import ImageDataModule
+from mmpreproj.data.images import to_channels
+from mmpreproj.data.sampling import run_seed, seeded
+from mmpreproj.data.splits import stratified_holdout
+from mmpreproj.data.targets import PADDING
+
+N_TEST = 540
+SIDE = 8
+
+
+@dataclasses.dataclass
+class DigitsAugment:
+    """Random affine map of training digits. No flips: they would turn digits into other shapes."""
+
+    degrees: float = 10.0
+    """Largest rotation either way."""
+    translate: float = 0.1
+    """Largest shift either way, as a part of the side."""
+    scale: tuple[float, float] = (0.9, 1.1)
+
+
+def resample(
+    pixels: torch.Tensor, size: tuple[int, int], augment: DigitsAugment | None = None
+) -> torch.Tensor:
+    """Enlarges (bicubic, on a dark ground), moving each image at random if `augment` is given.
+
+    A whole batch at a time and in one interpolation: for images this small, calls cost more than
+    arithmetic.
+
+    Shape: pixels float [B, 1, 8, 8] in 0..1 -> [B, 1, *size] in 0..1.
+    """
+    n = len(pixels)
+    angle, zoom, shift = torch.zeros(n), torch.ones(n), torch.zeros(n, 2)
+    if augment is not None:
+        low, high = augment.scale
+        angle = (torch.rand(n) * 2 - 1) * torch.pi / 180 * augment.degrees
+        zoom = torch.rand(n) * (high - low) + low
+        # affine_grid measures in half sides
+        shift = (torch.rand(n, 2) * 2 - 1) * 2 * augment.translate
+    cos, sin = angle.cos() / zoom, angle.sin() / zoom
+    rows = [torch.stack([cos, -sin, shift[:, 0]], 1), torch.stack([sin, cos, shift[:, 1]], 1)]
+    grid = F.affine_grid(torch.stack(rows, 1), [n, 1, *size], align_corners=False)
+    return F.grid_sample(pixels, grid, mode="bicubic", align_corners=False).clamp_(0, 1)
+
+
+class Digits(Dataset):
+    """Digits, enlarged and normalised, a batch at a time. Items: (float [C, H, W], class)."""
+
+    def __init__(
+        self,
+        pixels: torch.Tensor,
+        targets: torch.Tensor,
+        config: dict[str, Any],
+        augment: DigitsAugment | None = None,
+        n_padding: int = 0,
+        seed: int = 0,
+        rank: int = 0,
+    ):
+        """pixels: float [N, 1, 8, 8] in 0..1; targets: int64 [N]; config: resolved data config."""
+        self.pixels = torch.cat([pixels, pixels.new_zeros(n_padding, *pixels.shape[1:])])
+        self.targets = torch.cat([targets, targets.new_full((n_padding,), PADDING)])
+        self.config = config
+        self.augment = augment
+        self.seed = seed
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        epoch, first = divmod(
+            indices[0], len(self)
+        )  # the epoch comes with the index: see sampling.py
+        chosen = torch.tensor(indices) % len(self)
+        channels, *size = self.config["input_size"]
+        if self.augment is None:
+            images = resample(self.pixels[chosen], size)
+        else:
+            with seeded(self.seed, self.rank, epoch, first):
+                images = resample(self.pixels[chosen], size, self.augment)
+        mean, std = (torch.tensor(self.config[name]).view(-1, 1, 1) for name in ("mean", "std"))
+        images = (images.expand(-1, channels, -1, -1) - mean) / std
+        return list(zip(images, self.targets[chosen], strict=True))
+
+
+class DigitsTransform:
+    """A picture of one digit -> normalised float [C, H, W].
+
+    The picture is brought down to 8 x 8 by averaging, the way the data were made. The data are
+    light strokes on a dark ground: a picture whose border is light (ink on paper) is inverted.
+    """
+
+    def __init__(self, config: dict[str, Any]):
+        self.config = config
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        grey = to_channels(image, 1)
+        ground = _border_median(grey)
+        if ground > 127:
+            grey, ground = ImageOps.invert(grey), 255 - ground
+        side = max(grey.size)
+        square = Image.new("L", (side, side), ground)
+        square.paste(grey, ((side - grey.width) // 2, (side - grey.height) // 2))
+        small = square.resize((SIDE, SIDE), Image.Resampling.BOX)
+        pixels = torch.from_numpy(np.array(small)).float() / 255
+        return Digits(pixels[None, None], torch.zeros(1, dtype=torch.int64), self.config)[0][0]
+
+
+def _border_median(grey: Image.Image) -> int:
+    pixels = np.asarray(grey)
+    edges = [pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]]
+    return int(np.median(np.concatenate(edges)))
+
+
+class DigitsDataModule(ImageDataModule):
+    """1797 handwritten digits of 8 x 8 pixels (UCI's optical digits, test part), enlarged to the
+    model's size.
+
+    540 images are the test part, the same ones for ever; validation is held out of the other 1257.
+
+    Args:
+        augment: random affine map of training images.
+        batch_size: images in a training batch.
+        num_workers: worker processes; the images fit in memory and a batch takes a millisecond, so
+            they would only cost time.
+        keywords: those of ImageDataModule. Cropping and interpolation do not apply.
+    """
+
+    def __init__(
+        self,
+        augment: DigitsAugment | None = None,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        **keywords: Any,
+    ):
+        super().__init__(batch_size=batch_size, num_workers=num_workers, **keywords)
+        unused = [
+            k for k in ("crop_pct", "crop_mode", "interpolation") if self.overrides[k] is not None
+        ]
+        if unused:
+            raise ValueError(
+                f"{', '.join(unused)} do not apply to the digits, which are only enlarged"
+            )
+        self.affine = augment or DigitsAugment()
+        self._parts: dict[str, np.ndarray] = {}
+
+    def setup(self, stage: str | None = None) -> None:
+        if self._parts:
+            return
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise ImportError(
+                "the digits come with scikit-learn: pip install scikit-learn"
+            ) from error
+        data = load_digits()
+        names = [str(name) for name in data.target_names]
+        if self._classes is None:
+            self._classes = names
+        elif sorted(self._classes) != sorted(names):
+            raise ValueError(
+                f"the digits have the classes {names}, but the model was trained on {self._classes}"
+            )
+        self._pixels = torch.from_numpy(data.images).float().div_(16)[:, None]
+        targets = np.array([self._classes.index(str(t)) for t in data.target], dtype=np.int64)
+        self._targets = torch.from_numpy(targets)
+        rest, test = stratified_holdout(data.target, n_held=N_TEST, seed=0)
+        kept, held = stratified_holdout(
+            data.target[rest], fraction=self.val_fraction, seed=self.split_seed
+        )
+        self._parts = {"train": rest[kept], "val": rest[held], "test": test}
+
+    def split_size(self, split: str) -> int | None:
+        return len(self._parts[split]) if self._parts else None
+
+    def dataset(self, split: str, n_padding: int = 0) -> Digits:
+        if not self._parts:
+            raise RuntimeError(f"call setup() before asking for the {split} part")
+        chosen = torch.from_numpy(self._parts[split])
+        pixels, targets = self._pixels[chosen], self._targets[chosen]
+        if split == "train":
+            seeds = {"seed": run_seed(), "rank": self._world()[1]}
+            return Digits(pixels, targets, self.resolved_data_config, self.affine, **seeds)
+        return Digits(pixels, targets, self.resolved_data_config, n_padding=n_padding)
+
+    def eval_transform(self) -> DigitsTransform:
+        return DigitsTransform(self.resolved_data_config)
