@@ -1,0 +1,237 @@
+"""Figures of a run, written as PNG.
+
+matplotlib's object interface with the Agg canvas throughout: no pyplot state, so importing this
+leaves the user's backend alone, no display is needed and no figure stays open.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+try:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+except ImportError as error:  # pragma: no cover - depends on the environment
+    raise ImportError("plots need matplotlib: pip install matplotlib") from error
+
+BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
+
+
+def learning_curves(
+    history: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], title: str = ""
+) -> Path:
+    """Loss of training and validation, top-1 of validation, and the learning rate by epoch.
+
+    Args:
+        history: one row an epoch: "epoch" (from 0) and, where known, "train/loss", "val/loss",
+            "val/top1", "lr", "train/n", "val/n". Missing and non-finite values leave gaps.
+        path: the PNG to write.
+        title: above the panels, such as the run's name.
+    """
+    figure, axes = _figure(3, width=12.5, height=3.6)
+    loss, top1, rate = axes
+    n_train, n_val = _last(history, "train/n"), _last(history, "val/n")
+    _curve(loss, history, "train/loss", BLUE, f"training, as optimised{_n(n_train)}")
+    _curve(loss, history, "val/loss", ORANGE, f"validation{_n(n_val)}")
+    loss.set(title="Loss", ylabel="loss (validation: cross-entropy)")
+    _curve(top1, history, "val/top1", ORANGE, f"validation{_n(n_val)}")
+    known = [row for row in history if _finite(row.get("val/top1")) is not None]
+    if known:  # of equal ones the one with the lower loss, as the best checkpoint is chosen
+
+        def rank(row: Mapping[str, Any]) -> tuple[float, float]:
+            loss = _finite(row.get("val/loss"))
+            return row["val/top1"], -math.inf if loss is None else -loss
+
+        best = max(known, key=rank)
+        epoch, score = best["epoch"] + 1, best["val/top1"]
+        top1.plot(epoch, score, "o", color=GREEN, label=f"best: {score:.2%}, epoch {epoch:.0f}")
+    top1.set(title="Top-1 accuracy", ylabel="correct")
+    top1.yaxis.set_major_formatter(PercentFormatter(1.0))
+    _curve(rate, history, "lr", GREY, "highest of the groups")
+    rate.set(title="Learning rate at the epoch's end", ylabel="learning rate")
+    rate.yaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
+    for axis in axes:
+        axis.set_xlabel("epoch")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _legend_or_note(axis)
+    return _write(figure, path, title)
+
+
+def skip_by_layer(
+    rows: Sequence[Mapping[str, Any]],
+    path: str | os.PathLike[str],
+    title: str = "",
+    n_images: int | None = None,
+) -> Path:
+    """Bars of the skip's strength by layer, from `mmpreproj.analysis.skip_strength`.
+
+    The second panel (activations) is left out where no row has the measure.
+    """
+    measured = any(_finite(row.get("activation")) is not None for row in rows)
+    figure, axes = _figure(2 if measured else 1, width=11 if measured else 6.5, height=3.8)
+    layers = [row["layer"] for row in rows]
+    panels = [("weight", BLUE, "Weights", "$\\Vert W_{skip}\\Vert_F\\;/\\;\\sqrt{D}$")]
+    if measured:
+        of = "" if n_images is None else f" ({n_images} images)"
+        label = "$\\Vert W_{skip}\\,\\tilde{x}\\Vert\\;/\\;\\Vert attention\\Vert$"
+        panels.append(("activation", GREEN, f"Activations{of}", label))
+    for axis, (key, colour, name, label) in zip(axes, panels, strict=True):
+        heights = [_finite(row.get(key)) for row in rows]
+        axis.bar(layers, [math.nan if h is None else h for h in heights], color=colour, width=0.7)
+        axis.set(title=name, xlabel="layer (from 0)", ylabel=label)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if layers:
+            axis.set_xlim(min(layers) - 0.6, max(layers) + 0.6)
+        axis.set_ylim(bottom=0)
+        if all(h is None for h in heights):
+            _legend_or_note(axis)
+    return _write(figure, path, title)
+
+
+def arms_by_seed(
+    rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], title: str = ""
+) -> Path:
+    """What a study came to: top-1 of every seed by arm, and the skip's strength by layer.
+
+    Args:
+        rows: from `mmpreproj.analysis.study.summarise`. The second panel is left out where no arm
+            has a skip.
+    """
+    skips = [row for row in rows if row.get("skip")]
+    figure, axes = _figure(2 if skips else 1, width=11 if skips else 6.5, height=3.8)
+    points = axes[0]
+    for place, row in enumerate(rows):
+        values = [v for v in map(_finite, row["top1_by_seed"].values()) if v is not None]
+        points.plot([place] * len(values), values, "o", color=BLUE, ms=6, alpha=0.7)
+        if values:
+            mean = sum(values) / len(values)
+            points.plot([place - 0.25, place + 0.25], [mean, mean], color=ORANGE, lw=2)
+    seeds = max((len(row["seeds"]) for row in rows), default=0)
+    n_test = next((row["n_test"] for row in rows if row["n_test"]), None)
+    points.set_xticks(range(len(rows)), [_short(row["arm"], 18) for row in rows], fontsize=9)
+    points.set_xlim(-0.6, len(rows) - 0.4)
+    points.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
+    points.set(title=f"Test top-1: {seeds} seeds, mean{_n(n_test)}", ylabel="correct")
+    for row, colour in zip(skips, (BLUE, ORANGE, GREEN, GREY) * len(skips), strict=False):
+        layers = [entry["layer"] for entry in row["skip"]]
+        means = [entry["mean"] for entry in row["skip"]]
+        stds = [entry["std"] or 0.0 for entry in row["skip"]]
+        axes[1].errorbar(layers, means, stds, marker="o", ms=4, color=colour, label=row["arm"])
+    if skips:
+        axes[1].set(title="Content skip by layer, mean over seeds", xlabel="layer (from 0)")
+        axes[1].set_ylabel("$\\Vert W_{skip}\\Vert_F\\;/\\;\\sqrt{D}$")
+        axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes[1].set_ylim(bottom=0)
+        _legend_or_note(axes[1])
+    return _write(figure, path, title)
+
+
+def predictions(
+    images: Sequence[Any],
+    names: Sequence[str],
+    top: Sequence[Sequence[tuple[str, float]]],
+    path: str | os.PathLike[str],
+    title: str = "",
+) -> Path:
+    """A grid of pictures as a person sees them, each beside bars of its likeliest classes.
+
+    Args:
+        images: PIL images or arrays, as read from file (before the model's crop and scale).
+        names: what stands above each picture.
+        top: for each picture (class, probability) pairs, likeliest first.
+    """
+    columns = 1 if len(images) < 3 else 2
+    lines = max(1, math.ceil(len(images) / columns))
+    figure = _canvas(Figure(figsize=(5.6 * columns, 2.3 * lines + 0.5), layout="constrained"))
+    grid = figure.add_gridspec(lines, 2 * columns, width_ratios=[1, 1.5] * columns)
+    for index, (image, name, classes) in enumerate(zip(images, names, top, strict=True)):
+        line, column = divmod(index, columns)
+        picture = figure.add_subplot(grid[line, 2 * column])
+        array = np.asarray(image)
+        small = max(array.shape[:2]) <= 64  # show the pixels of a thumbnail instead of a blur
+        picture.imshow(
+            array,
+            cmap="gray" if array.ndim == 2 else None,
+            interpolation="nearest" if small else "antialiased",
+        )
+        picture.set_axis_off()
+        picture.set_title(_short(name, 30), fontsize=9)
+        bars = figure.add_subplot(grid[line, 2 * column + 1])
+        shares = [p for _, p in classes]
+        colours = [BLUE] + [GREY] * (len(classes) - 1)
+        drawn = bars.barh(range(len(classes)), shares, color=colours)
+        bars.bar_label(drawn, [f" {p:.1%}" for p in shares], fontsize=8)
+        bars.set_yticks(range(len(classes)), [_short(c, 22) for c, _ in classes], fontsize=9)
+        bars.invert_yaxis()
+        bars.set_xlim(0, 1.18)  # room for the label of a certain prediction
+        bars.set_xticks([0, 0.5, 1], ["0", "50 %", "100 %"], fontsize=8)
+        bars.spines[["top", "right"]].set_visible(False)
+    return _write(figure, path, title)
+
+
+def _figure(panels: int, width: float, height: float) -> tuple[Figure, list[Any]]:
+    figure = _canvas(Figure(figsize=(width, height), layout="constrained"))
+    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    for axis in axes:
+        axis.grid(True, axis="y", color="#e2e8f0", linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _canvas(figure: Figure) -> Figure:
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _curve(
+    axis: Any, history: Sequence[Mapping[str, Any]], key: str, colour: str, label: str
+) -> None:
+    """Draw the finite values of one column of the history."""
+    points = [(row["epoch"] + 1, _finite(row.get(key))) for row in history]
+    points = [(epoch, value) for epoch, value in points if value is not None]
+    if points:
+        # A marker shows a lone epoch, which a line alone would not.
+        marker = "o" if len(points) < 16 else None
+        axis.plot(*zip(*points, strict=True), marker=marker, ms=3.5, color=colour, label=label)
+
+
+def _legend_or_note(axis: Any) -> None:
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(frameon=False, fontsize=8)
+    else:
+        axis.text(0.5, 0.5, "no finite values", transform=axis.transAxes, ha="center", color=GREY)
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def _last(history: Sequence[Mapping[str, Any]], key: str) -> int | None:
+    known = [row[key] for row in history if row.get(key) is not None]
+    return int(known[-1]) if known else None
+
+
+def _n(n: int | None) -> str:
+    return "" if n is None else f" (n = {n:,})"
+
+
+def _short(text: str, length: int) -> str:
+    text = text.replace("$", r"\$")  # matplotlib would read a pair of $ as a formula
+    return text if len(text) <= length else f"{text[: length // 2 - 1]}…{text[-length // 2 :]}"
+
+
+def _write(figure: Figure, path: str | os.PathLike[str], title: str) -> Path:
+    if title:
+        figure.suptitle(title, fontsize=11)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, format="png")
+    return path

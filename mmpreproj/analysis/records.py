@@ -1,0 +1,125 @@
+"""One JSON record a run, and the intervals and spreads that its figures carry.
+
+A figure that is missing is null or absent, never 0: NaN and infinity, which JSON cannot hold, are
+written as null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+Z_95 = 1.959963984540054  # standard normal quantile at 0.975
+
+
+def wilson_interval(correct: int, n: int, z: float = Z_95) -> tuple[float, float] | None:
+    """Wilson's score interval of a proportion (95 % by default).
+
+    Unlike the normal approximation it stays inside [0, 1] and does not collapse at 0 or 1.
+
+    Args:
+        correct: successes, 0 <= correct <= n.
+        n: trials; with none there is no interval, and None is returned.
+        z: quantile of the standard normal distribution.
+
+    Raises:
+        ValueError: if correct is outside [0, n].
+    """
+    if not 0 <= correct <= n:
+        raise ValueError(f"correct must be between 0 and n={n}, found {correct}")
+    if n == 0:
+        return None
+    p = correct / n
+    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    # At p = 0 and p = 1 one bound is exact; rounding must not move it past the estimate.
+    low = 0.0 if correct == 0 else max(0.0, middle - half)
+    high = 1.0 if correct == n else min(1.0, middle + half)
+    return low, high
+
+
+def proportion(correct: int, n: int) -> dict[str, Any]:
+    """A proportion as records hold it: value, n, number correct and its 95 % interval."""
+    interval = wilson_interval(correct, n)
+    return {
+        "value": correct / n if n else None,
+        "correct": correct,
+        "n": n,
+        "interval95": None if interval is None else list(interval),
+    }
+
+
+def mean_spread(values: Iterable[float | None]) -> dict[str, Any]:
+    """Mean and spread over runs, such as seeds. Missing values are left out and counted.
+
+    Returns: mean, std (sample, n - 1; None below two values), min, max, n, missing.
+    """
+    values = list(values)
+    known = [float(v) for v in values if v is not None and math.isfinite(v)]
+    return {
+        "mean": statistics.fmean(known) if known else None,
+        "std": statistics.stdev(known) if len(known) > 1 else None,
+        "min": min(known, default=None),
+        "max": max(known, default=None),
+        "n": len(known),
+        "missing": len(values) - len(known),
+    }
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON holds it: tensors and numpy values to numbers, paths to text, NaN to null."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v) for v in value]
+    if hasattr(value, "tolist"):  # tensors and numpy values
+        return plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return str(value)
+
+
+def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Path:
+    """Write `content` as indented JSON; a reader never sees half a file. Returns the path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        os.chmod(name, 0o644)  # mkstemp gives 0600, which would hide results from colleagues
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The record of a run: `path` is a run folder or the JSON file itself.
+
+    Raises:
+        FileNotFoundError: naming the path, if there is none.
+        ValueError: if the file is no JSON object.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "record.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"no record at {path}: the run has not finished, or is no run")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} must hold a JSON object, found {type(record).__name__}")
+    return record

@@ -1,0 +1,126 @@
+"""How much each layer uses the content skip.
+
+Two measures, one row a self-attention site in order of execution:
+
+- `weight`: ||W_skip||_F / sqrt(D), the root mean square of W_skip's singular values (1 for the
+  identity, 0 at the start of training); needs no data.
+- `activation`: ||W_skip x̃|| / ||a||, Frobenius norms over a batch, where a is the attention branch
+  as it reaches the residual add (behind LayerScale, where there is one); needs one batch.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmpreproj.attach import preproj_modules
+
+
+def skip_strength(model: nn.Module, images: Tensor | None = None) -> list[dict[str, Any]]:
+    """Skip strength of every site; sites without a skip are left out.
+
+    The model is run in eval mode without gradient; its modes are put back, and no hook stays.
+
+    Args:
+        model: carries the method (attached, or a preproj backbone). Without it: an empty list.
+        images: [B, C, H, W] for the activation measure; None leaves `activation` None.
+
+    Returns:
+        Rows {"layer", "name", "dim", "weight", "activation"}; `layer` counts sites from 0.
+    """
+    sites = {name: m for name, m in preproj_modules(model).items() if m.skip is not None}
+    ratios = _activation_ratios(model, sites, images) if images is not None and sites else {}
+    rows = []
+    for layer, name in enumerate(preproj_modules(model)):
+        if name not in sites:
+            continue
+        matrix = sites[name].skip_matrix().detach().float()
+        strength = float(torch.linalg.vector_norm(matrix)) / math.sqrt(matrix.shape[0])
+        rows.append(
+            {
+                "layer": layer,
+                "name": name,
+                "dim": matrix.shape[0],
+                "weight": strength,
+                "activation": ratios.get(name),
+            }
+        )
+    return rows
+
+
+@torch.no_grad()
+def _activation_ratios(
+    model: nn.Module, sites: Mapping[str, nn.Module], images: Tensor
+) -> dict[str, float | None]:
+    """||W_skip x̃|| / ||a|| of each site, from one forward pass of `images`."""
+    skips: dict[str, Tensor] = {}
+    branches: dict[str, Tensor] = {}
+    joins = {
+        id(m.preproj_handoff): m
+        for m in model.modules()
+        if hasattr(m, "preproj_handoff") and not hasattr(m, "preproj")
+    }
+    modes = {m: m.training for m in model.modules()}
+    with ExitStack() as stack:  # takes the hooks off and restores the modes, whatever happens
+
+        @stack.callback
+        def _restore() -> None:
+            for module, mode in modes.items():
+                module.training = mode
+
+        def watch_skip(name: str) -> Any:
+            def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+                skips[name] = out.detach().float()
+
+            return hook
+
+        def watch_output(name: str) -> Any:
+            # Without a scale the skip is part of what the attention returns: take it off again.
+            def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+                out = out[0] if isinstance(out, tuple) else out
+                branches[name] = out.detach().float() - skips[name]
+
+            return hook
+
+        def watch_input(name: str) -> Any:
+            def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+                branches[name] = args[0].detach().float()
+
+            return hook
+
+        for name, preproj in sites.items():
+            attention = model.get_submodule(name.rpartition(".")[0])
+            handles = [preproj.skip.register_forward_hook(watch_skip(name))]
+            join = joins.get(id(getattr(attention, "preproj_handoff", None)))
+            if join is None:
+                handles.append(attention.register_forward_hook(watch_output(name)))
+            else:
+                handles.append(join.register_forward_pre_hook(watch_input(name)))
+            for handle in handles:
+                stack.callback(handle.remove)
+        model.eval()
+        model.forward(images)  # .forward: a compiled model would not see hooks added later
+    ratios: dict[str, float | None] = {}
+    for name in skips:
+        branch = float(torch.linalg.vector_norm(branches[name]))
+        ratio = float(torch.linalg.vector_norm(skips[name])) / branch if branch > 0 else math.nan
+        ratios[name] = ratio if math.isfinite(ratio) else None
+    return ratios
+
+
+def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> Path:
+    """The rows of `skip_strength` as CSV; a missing activation measure is an empty cell."""
+    path = Path(path)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["layer", "name", "dim", "weight", "activation"])
+        writer.writeheader()
+        writer.writerows(rows)
+    return path

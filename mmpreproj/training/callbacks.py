@@ -1,0 +1,309 @@
+"""Callbacks of a run: folder, checkpoints, order of data, clock, progress lines."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import random
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from torch import Tensor
+
+from mmpreproj.analysis.records import write_json
+from mmpreproj.training.runs import CHECKPOINTS, environment, new_run_folder
+
+
+class RunFolder(Callback):
+    """Makes the run's folder and sends everything that is written into it.
+
+    Rank zero chooses the folder once the processes can talk to each other, so that all of them
+    agree on it however they were started.
+
+    Args:
+        root, name, seed: see `new_run_folder`.
+        config_text: what config.yaml is to hold.
+        resume: the folder of the run that goes on; None starts a new one.
+    """
+
+    def __init__(
+        self, root: str, name: str, seed: int | None, config_text: str, resume: Path | None = None
+    ) -> None:
+        self.root, self.name, self.seed = root, name, seed
+        self.config_text = config_text
+        self.resume = resume
+        self.folder: Path | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.folder is not None:
+            return
+        folder = self.resume
+        if folder is None and trainer.is_global_zero:
+            folder = new_run_folder(self.root, self.name, self.seed)
+        self.folder = Path(trainer.strategy.broadcast(folder))
+        for callback in trainer.callbacks:
+            if isinstance(callback, RunCheckpoint):
+                callback.dirpath = str((self.folder / CHECKPOINTS).resolve())
+        if trainer.is_global_zero:
+            self._write_facts(str(trainer.strategy.root_device), trainer.world_size)
+        if trainer.loggers:  # the user's own
+            return
+        loggers: list[Logger] = [RunCSVLogger(self.folder, keep=self.resume is not None)]
+        try:
+            loggers.append(TensorBoardLogger(self.folder, name="tensorboard", version=""))
+        except ModuleNotFoundError:
+            pass  # an optional companion: the CSV holds the same figures
+        trainer.loggers = loggers
+
+    def _write_facts(self, device: str, processes: int) -> None:
+        assert self.folder is not None
+        facts = environment(self.seed, device) | {"processes": processes}
+        path = self.folder / "environment.json"
+        if self.resume is not None and path.is_file():
+            from mmpreproj.analysis.records import read_record
+
+            first = read_record(path)
+            first.setdefault("resumed", []).append(facts)
+            facts = first
+        else:
+            (self.folder / "config.yaml").write_text(self.config_text, encoding="utf-8")
+        write_json(path, facts)
+
+
+class RunCSVLogger(CSVLogger):
+    """metrics.csv in the run's own folder; a resumed run goes on with the file."""
+
+    def __init__(self, folder: Path, keep: bool) -> None:
+        super().__init__(folder, name="", version="")
+        if not keep:
+            return
+        path = folder / "metrics.csv"
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        aside = folder / ".metrics.csv.resumed"
+        if text:  # Lightning's writer removes the file that it finds
+            os.replace(path, aside)
+        writer = super().experiment
+        if text:
+            os.replace(aside, path)
+            writer.metrics_keys = sorted(text.splitlines()[0].split(","))
+
+    @property
+    def log_dir(self) -> str:
+        return os.fspath(self.save_dir)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: config.yaml holds them."""
+
+
+class RunCheckpoint(ModelCheckpoint):
+    """A checkpoint of the run's folder. The folder may have been moved since it was written."""
+
+    def __init__(self, filename: str, **kwargs: Any) -> None:
+        super().__init__(
+            filename=filename,
+            save_top_k=1,
+            auto_insert_metric_name=False,
+            enable_version_counter=False,
+            **kwargs,
+        )
+        self.best_epoch: int | None = None
+        self.best_loss = math.nan
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            Path(str(self.dirpath)).mkdir(parents=True, exist_ok=True)
+        super().setup(trainer, pl_module, stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"best_epoch": self.best_epoch, "best_loss": self.best_loss}
+        return super().state_dict() | own
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = dict(state_dict)
+        self.best_epoch = state.pop("best_epoch", None)
+        self.best_loss = state.pop("best_loss", math.nan)
+
+        def here(path: str) -> str:
+            return str(Path(str(self.dirpath)) / Path(path).name) if path else path
+
+        state["dirpath"] = self.dirpath  # else Lightning drops the best score of a moved run
+        for key in ("best_model_path", "kth_best_model_path", "last_model_path"):
+            state[key] = here(state.get(key, ""))
+        state["best_k_models"] = {here(k): v for k, v in state.get("best_k_models", {}).items()}
+        super().load_state_dict(state)
+
+
+class LastCheckpoint(RunCheckpoint):
+    """last.ckpt, at the end of every epoch, and every so many steps where asked for."""
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        when = (
+            {"every_n_train_steps": every_n_steps}
+            if every_n_steps
+            else {"every_n_epochs": 1, "save_on_train_epoch_end": True}
+        )
+        super().__init__("last", **when)
+
+
+class BestCheckpoint(RunCheckpoint):
+    """best.ckpt: highest top-1 of validation; of equal ones, the one with the lower loss."""
+
+    def __init__(self) -> None:
+        super().__init__("best", monitor="val/top1", mode="max", save_on_train_epoch_end=True)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        every = trainer.check_val_every_n_epoch
+        validated = every is None or (trainer.current_epoch + 1) % every == 0
+        if validated and sum(trainer.num_val_batches) > 0:
+            super().on_train_epoch_end(trainer, pl_module)
+
+    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
+        loss = float(trainer.callback_metrics.get("val/loss", math.nan))
+        better = super().check_monitor_top_k(trainer, current)
+        tie = current is not None and self.best_model_score is not None
+        if not better and tie and bool(current == self.best_model_score):
+            better = loss < self.best_loss
+        if better:
+            self.best_loss, self.best_epoch = loss, trainer.current_epoch
+        return better
+
+
+class Reproducible(Callback):
+    """Ties a step's noise to (seed, rank, epoch, step), and a resumed run's data to its place.
+
+    Dropout, drop path and mixing draw from the main process's generators, which are seeded anew for
+    every step: a run that was stopped, in mid-epoch even, then goes on as the unbroken run did.
+    The data module's own order follows (seed, epoch); after a restart the loader is set to the
+    right epoch, which Lightning does too late for it, and moved past the batches that were used.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        self.seed = seed
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loop = trainer.fit_loop
+        if not trainer.ckpt_path or loop._data_fetcher is None:
+            return
+        used = 0
+        if loop.restarted_mid_epoch:
+            used = loop.epoch_loop.batch_progress.current.ready
+            used = 0 if used >= trainer.num_training_batches else used  # stopped at its very end
+        epoch = loop.epoch_progress.current.processed
+        for loader in loop._combined_loader.flattened:
+            for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+                if hasattr(sampler, "set_epoch"):
+                    sampler.set_epoch(epoch)
+        iter(loop._data_fetcher)
+        for _ in range(used):
+            next(loop._data_fetcher.iterator)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self.seed is None:
+            return
+        key = f"{self.seed} {trainer.global_rank} {trainer.current_epoch} {batch_idx}"
+        drawn = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
+        random.seed(drawn)
+        np.random.seed(drawn)
+        torch.default_generator.manual_seed(
+            drawn
+        )  # torch.manual_seed asks for every kind of device
+        if pl_module.device.type == "cuda":
+            torch.cuda.manual_seed(drawn)
+
+
+class Clock(Callback):
+    """Seconds of training (validation beside it, the test not in it) and images a second.
+
+    It goes on where it was in a resumed run. A second of waiting for data is one of training.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0  # all of fit
+        self.train_seconds = 0.0  # of it, training epochs without validation
+        self.images = 0  # read by this process in those
+        self._fit = self._epoch = self._val = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._fit = self._epoch = time.perf_counter()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._epoch, self._val = time.perf_counter(), 0.0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.images += len(batch[1])
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._val_start = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._val += time.perf_counter() - self._val_start
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        now = time.perf_counter()
+        self.train_seconds += now - self._epoch - self._val
+        self.seconds += now - self._fit
+        self._fit = now
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seconds += time.perf_counter() - self._fit
+
+    def state_dict(self) -> dict[str, Any]:
+        names = ("seconds", "train_seconds", "images")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, value in state_dict.items():
+            setattr(self, name, value)
+
+    def images_per_second(self, processes: int = 1) -> float | None:
+        """Over all processes; None before the first epoch is through."""
+        if self.train_seconds <= 0:
+            return None
+        return self.images * processes / self.train_seconds
+
+
+def peak_memory() -> dict[str, int | None]:
+    """Peak bytes of this process, and of its GPU where it has one."""
+    # ru_maxrss counts kibibytes on Linux and bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    return {"rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "gpu": gpu}
+
+
+class EpochLines(Callback):
+    """One plain line an epoch, where a progress bar would fill a log file."""
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._started = True
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._tell(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._tell(trainer, pl_module)
+
+    def _tell(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # The module adds an epoch's row after the callbacks' epoch end: tell it one hook later.
+        if not getattr(self, "_started", False) or not trainer.is_global_zero:
+            return
+        self._started = False
+        row = pl_module.history[-1]
+        total = "" if (trainer.max_epochs or -1) < 0 else f"/{trainer.max_epochs}"
+        parts = [f"epoch {row['epoch'] + 1}{total}"]
+        for name in ("train/loss", "val/loss", "val/top1", "lr"):
+            if row.get(name) is not None:
+                parts.append(f"{name} {row[name]:.4g}")
+        print("  ".join(parts), flush=True)

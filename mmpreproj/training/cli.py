@@ -1,0 +1,286 @@
+"""`tools/train.py`: a run from one YAML file, on LightningCLI.
+
+    train.py CONFIG [--key value …]        a new run (`fit` before CONFIG may be left out)
+    train.py CONFIG --resume               go on with the newest run of that config
+    train.py --resume RUN_FOLDER           go on with that run
+    train.py CONFIG --print_config         show all settings and stop
+
+Restart rule: a run goes on from its last checkpoint, in the same folder, with the same config. It
+then sees the same images in the same order as the unbroken run, in mid-epoch too, and counts the
+same steps. (Random erasing of the first batch after a restart in mid-epoch is drawn anew.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+import mmpreproj  # noqa: F401 - registers the models with timm
+from mmpreproj.analysis.records import read_record
+from mmpreproj.training.callbacks import (
+    BestCheckpoint,
+    Clock,
+    EpochLines,
+    LastCheckpoint,
+    Reproducible,
+    RunFolder,
+)
+from mmpreproj.training.report import finish_run
+from mmpreproj.training.runs import checkpoint_path, newest_run
+
+# Hints of Lightning's that do not apply here, each for the reason given. Nothing else is silenced.
+NOT_APPLICABLE = (
+    r"The '.*_dataloader' does not have many workers",  # num_workers is in the config, on purpose
+    r"The number of training batches \(.*\) is smaller than the logging interval",  # means are
+    r"Found \d+ module\(s\) in eval mode at the start of training",  # the frozen base, the average
+    r"Using `DistributedSampler` with the dataloaders",  # padding is marked, and never counted
+    r"Checkpoint directory .* exists and is not empty",  # a resumed run's own
+    r"Experiment logs directory .* exists and is not empty",  # it holds config.yaml; none is lost
+    r".*Trainer already configured with model summary callbacks",
+    r"Total length of `list` across ranks is zero",  # no validation part, as the config says
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning's own call of torch
+    r"You're resuming from a checkpoint that ended before the epoch ended",  # see Reproducible
+)
+
+REFRESH = 10  # batches from one refresh of the progress bar to the next
+
+
+@dataclasses.dataclass
+class RunConfig:
+    """Where a run is kept.
+
+    Args:
+        root: folder of all runs.
+        name: folder of this config's runs; None is the config file's name.
+        every_n_steps: write last.ckpt after every so many optimiser steps too, for long epochs.
+        test: read the reported split, once, after training.
+    """
+
+    root: str = "runs"
+    name: str | None = None
+    every_n_steps: int | None = None
+    test: bool = True
+
+
+class TrainCLI(LightningCLI):
+    """Parses the config and builds module, data and trainer; `train()` then runs them.
+
+    Args:
+        args: as on the command line, without the program's name; see `split_arguments`.
+        name: of the config, for the run folder.
+        resume: run folder to go on with.
+    """
+
+    def __init__(self, args: Sequence[str], name: str = "run", resume: Path | None = None) -> None:
+        self.config_name, self.resume = name, resume
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            save_config_callback=None,
+            seed_everything_default=True,
+            trainer_defaults={"enable_model_summary": False, "max_epochs": 10},
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            args=list(args),
+            run=False,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            parser_kwargs={"prog": "train.py", "allow_abbrev": False},
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_class_arguments(RunConfig, "run")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        # Lightning's own warns whenever sys.argv is not empty and args are given.
+        self.config = parser.parse_args(args)
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            # jsonargparse wraps what a class says about its arguments; say that, not the wrapping.
+            said = re.search(
+                r"Errors:\n  - (.*?)\n  - Expected a <class 'NoneType'>", str(error), re.S
+            )
+            if said is None:
+                raise
+            raise ValueError(said.group(1)) from None
+
+    @property
+    def seed(self) -> int | None:
+        """The seed in use; None where seeding is off."""
+        seed = self.config.seed_everything
+        return None if seed is False else int(seed)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        run, given = self.config.run, self.config.trainer
+        self.folder = RunFolder(
+            run.root,
+            run.name or self.config_name,
+            self.seed,
+            self.parser.dump(self.config, skip_unset=False),
+            self.resume,
+        )
+        self.clock, self.best = Clock(), BestCheckpoint()
+        callbacks = [self.folder, Reproducible(self.seed), self.clock]
+        progress = given.enable_progress_bar
+        if progress is None:
+            progress = sys.stderr.isatty() or sys.stdout.isatty()
+        own = [c for c in self.config_init.trainer.callbacks or [] if isinstance(c, ProgressBar)]
+        if not progress:
+            callbacks.append(EpochLines())
+        elif not own:
+            # Every refresh reads the loss off the device, which would hold up each step of a GPU.
+            callbacks.append(TQDMProgressBar(refresh_rate=REFRESH))
+        if given.enable_checkpointing is not False and not given.fast_dev_run:
+            callbacks += [LastCheckpoint(), self.best]
+            if run.every_n_steps:
+                callbacks.append(LastCheckpoint(run.every_n_steps))
+        # Loggers are made with the folder, once all processes know it.
+        logger = False if given.logger in (None, True) else self.config_init.trainer.logger
+        return self._instantiate_trainer(
+            {
+                **self.config_init.trainer.as_dict(),
+                "enable_progress_bar": progress,
+                "logger": logger,
+                "default_root_dir": given.default_root_dir or run.root,
+            },
+            callbacks,
+        )
+
+    def train(self) -> Path:
+        """Fit, then test the best weights once, then write the record. Returns the run folder."""
+        spec = yaml.safe_load(self.parser.dump(self.config, skip_unset=False))
+        self.model.run_info = {
+            "data": spec["data"],
+            "model": {"class_path": spec["model"]["class_path"]},
+            "name": self.config.run.name or self.config_name,
+        }
+        last = None if self.resume is None else str(checkpoint_path(self.resume, "last"))
+        try:
+            self.trainer.fit(self.model, self.datamodule, ckpt_path=last, weights_only=True)
+        except (KeyboardInterrupt, SystemExit):
+            folder = self.folder.folder
+            if folder is not None and checkpoint_path(folder, "last").is_file():
+                print(f"\ninterrupted; to go on: train.py --resume {folder}", flush=True)
+            raise
+        assert self.folder.folder is not None
+        finish_run(self, self.folder.folder)
+        return self.folder.folder
+
+
+def split_arguments(args: Sequence[str]) -> tuple[list[str], str | None, bool, str | None]:
+    """What LightningCLI does not know taken out of the command line.
+
+    Returns: (arguments for LightningCLI, path of the config, whether to resume, run to resume).
+
+    Raises:
+        ValueError: on a subcommand that other tools serve, or --resume without anything to resume.
+    """
+    args = list(args)
+    if args[:1] == ["fit"]:
+        args = args[1:]
+    if args[:1] and args[0] in ("validate", "test", "predict"):
+        raise ValueError(
+            f"train.py has no {args[0]!r}: evaluate.py RUN gives the final figures of a run, "
+            "predict.py RUN FILE… the classes of pictures"
+        )
+    resume, run = False, None
+    for index, word in enumerate(args):
+        if word == "--resume" or word.startswith("--resume="):
+            resume = True
+            del args[index]
+            if "=" in word:
+                run = word.partition("=")[2]
+            elif index < len(args) and not args[index].startswith("-"):
+                run = args.pop(index)
+            break
+    if run is not None and Path(run).suffix in (".yaml", ".yml"):  # --resume CONFIG
+        args, run = [run, *args], None
+    if args[:1] and not args[0].startswith("-"):
+        args = ["--config", *args]
+    config = next(
+        (b for a, b in zip(args, args[1:], strict=False) if a in ("--config", "-c")), None
+    )
+    config = next((a[9:] for a in args if a.startswith("--config=")), config)
+    return args, config, resume, run
+
+
+def find_resumed(args: Sequence[str], config: str | None, run: str | None) -> Path:
+    """The run folder that --resume means.
+
+    Raises:
+        ValueError: if there is nothing to go by, the run is complete, or settings are given.
+        FileNotFoundError: if there is no such run.
+    """
+    words = iter(args)
+    where = {"--run.root": RunConfig.root, "--run.name": None}
+    others = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key in where:
+            where[key] = value if equals else next(words, None)
+        elif key in ("--config", "-c"):
+            if not equals:
+                next(words, None)
+        else:
+            others.append(word)
+    if others:
+        raise ValueError(
+            f"--resume goes on with the run's own config; leave out {' '.join(others)}, or start a "
+            "new run"
+        )
+    if run is None:
+        name = where["--run.name"] or (Path(config).stem if config else None)
+        if name is None:
+            raise ValueError("--resume needs CONFIG (its newest run is resumed) or a run folder")
+        folder = newest_run(where["--run.root"] or RunConfig.root, name)
+    else:
+        folder = Path(run)
+        folder = folder.parent.parent if folder.suffix == ".ckpt" else folder
+    for path in (folder / "config.yaml", checkpoint_path(folder, "last")):
+        if not path.is_file():
+            raise FileNotFoundError(f"{folder} cannot be resumed: there is no {path}")
+    return folder
+
+
+def complete(folder: Path) -> bool:
+    """Whether the run has been trained and tested to its end."""
+    return (folder / "record.json").is_file() and bool(read_record(folder).get("finished"))
+
+
+def quieten() -> None:
+    """Leave out the hints that do not apply, and Lightning's advertisements."""
+    for message in NOT_APPLICABLE:
+        warnings.filterwarnings("ignore", message=message)
+    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    log.addFilter(lambda record: "Tip: For seamless" not in record.getMessage())
+
+
+def main(args: Sequence[str] | None = None) -> Path:
+    """Run `train.py` with these arguments (None: the command line's). Returns the run folder."""
+    quieten()
+    args, config, resume, run = split_arguments(sys.argv[1:] if args is None else args)
+    if not resume:
+        if config is None and not {"--help", "-h", "--print_config"} & {a[:14] for a in args}:
+            raise ValueError("which config? train.py CONFIG, such as configs/vit.yaml")
+        return TrainCLI(args, Path(config).stem if config else "run").train()
+    folder = find_resumed(args, config, run)
+    if complete(folder):
+        print(f"{folder} is complete already: see {folder / 'record.json'}", flush=True)
+        return folder
+    config_path = os.fspath(folder / "config.yaml")
+    return TrainCLI(["--config", config_path], folder.parent.name, folder).train()

@@ -1,0 +1,392 @@
+"""The image classifier as a Lightning module: any timm model, with or without the method."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torchmetrics import SumMetric
+
+from mmpreproj.preproj import PreProjConfig
+from mmpreproj.training import build
+from mmpreproj.training.metrics import EvaluationMetrics
+from mmpreproj.training.recipe import (
+    MixConfig,
+    Mixer,
+    OptimizerConfig,
+    ScheduleConfig,
+    as_config,
+    make_loss,
+    make_optimizer,
+    make_schedule,
+)
+
+SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+EXAMPLES = 32  # evaluation images kept for the skip's strength on activations
+OPTIMIZER, SCHEDULE, MIX = OptimizerConfig(), ScheduleConfig(), MixConfig()
+
+
+class ImageClassifier(LightningModule):
+    """Trains and evaluates a timm model on the images of the trainer's data module.
+
+    Training minimises timm's loss for the settings; evaluation reports top-1, top-5 (above five
+    classes) and cross-entropy, each over its n, with the EMA weights where there are any.
+
+    Args:
+        model: timm's name of the model.
+        model_args: keywords of the model, such as img_size, drop_path_rate or expansion.
+        num_classes: None is the data's; another number than the data's is an error.
+        pretrained: start from the weights that timm names.
+        weights: start from a local file instead.
+        preproj: attach the method with this config (after the weights are loaded); None does not.
+        freeze_base: train only the new parameters and the classifier (without the method, only the
+            classifier: a linear probe); everything else stays in eval mode.
+        optimizer: see OptimizerConfig.
+        schedule: see ScheduleConfig.
+        mix: see MixConfig.
+        label_smoothing: 0 is off.
+        bce: binary cross-entropy over the classes, instead of softmax cross-entropy.
+        bce_threshold: with bce, soft targets above it become 1 and others 0.
+        ema_decay: of the weights' moving average, updated with every optimiser step; None is off.
+        ema_warmup: let the decay rise from 0 (timm's ModelEmaV3), for runs that are short for it.
+        grad_checkpointing: recompute activations in the backward pass.
+        compile: torch.compile the model.
+
+    Raises:
+        ValueError, FileNotFoundError, ConnectionError: before training, where the settings do not
+            fit the model or the data; the message says what was found and what would work.
+    """
+
+    def __init__(
+        self,
+        model: str = "vit_preproj_tiny",
+        model_args: dict[str, Any] | None = None,
+        num_classes: int | None = None,
+        pretrained: bool = False,
+        weights: str | None = None,
+        preproj: PreProjConfig | None = None,
+        freeze_base: bool = False,
+        optimizer: OptimizerConfig = OPTIMIZER,
+        schedule: ScheduleConfig = SCHEDULE,
+        mix: MixConfig = MIX,
+        label_smoothing: float = 0.0,
+        bce: bool = False,
+        bce_threshold: float | None = None,
+        ema_decay: float | None = None,
+        ema_warmup: bool = False,
+        grad_checkpointing: bool = False,
+        compile: bool = False,
+    ) -> None:
+        super().__init__()
+        self.optimizer_config = as_config(OptimizerConfig, optimizer)
+        self.schedule_config = as_config(ScheduleConfig, schedule)
+        self.mix_config = as_config(MixConfig, mix)
+        self.preproj_config = None if preproj is None else as_config(PreProjConfig, preproj)
+        if ema_decay is not None and not 0 < ema_decay < 1:
+            raise ValueError(f"ema_decay must be between 0 and 1, or null, found {ema_decay}")
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing must be in [0, 1), found {label_smoothing}")
+        if weights is not None and pretrained:
+            raise ValueError(f"give pretrained: true or weights: {weights}, not both")
+        build.check_name(model)
+        # Plain types only: the checkpoint must load with torch.load(weights_only=True).
+        plain = {
+            "model": model,
+            "model_args": dict(model_args) if model_args else None,
+            "num_classes": num_classes,
+            "pretrained": pretrained,
+            "weights": None if weights is None else str(weights),
+            "preproj": None if self.preproj_config is None else self.preproj_config.to_dict(),
+            "freeze_base": freeze_base,
+            "optimizer": dataclasses.asdict(self.optimizer_config),
+            "schedule": dataclasses.asdict(self.schedule_config),
+            "mix": dataclasses.asdict(self.mix_config),
+            "label_smoothing": label_smoothing,
+            "bce": bce,
+            "bce_threshold": bce_threshold,
+            "ema_decay": ema_decay,
+            "ema_warmup": ema_warmup,
+            "grad_checkpointing": grad_checkpointing,
+            "compile": compile,
+        }
+        self.save_hyperparameters(plain, logger=False)
+        self.model: nn.Module | None = None
+        self.ema: ModelEmaV3 | None = None
+        self.mixer: Mixer | None = None
+        self.classes: list[str] | None = None
+        self.data_config: dict[str, Any] | None = None
+        self.run_info: dict[str, Any] = {}  # the tool's: what load_run needs beside the weights
+        self.history: list[dict[str, Any]] = []  # one row an epoch, for the learning curves
+        self.test_result: dict[str, Any] | None = None
+        self.examples: Tensor | None = None
+        self.train_loss = SumMetric(nan_strategy="disable")  # times n, so that n weighs it
+        self.train_n = SumMetric(nan_strategy="disable")
+        self._loss_sum: Tensor | None = None
+        self._loss_n = 0
+        self._val_result: dict[str, Any] | None = None
+
+    # ---- building -------------------------------------------------------------------------------
+
+    def configure_model(self) -> None:
+        """Build the model, once, for the classes of the data; tell the data the model's input."""
+        data = self._data()
+        classes = list(data.classes) if data is not None and hasattr(data, "classes") else None
+        if self.model is None:
+            self._build(self._resolve_num_classes(classes))
+        elif classes is not None and len(classes) != self.num_classes:
+            raise ValueError(
+                f"the model has {self.num_classes} classes, the data have {len(classes)}: "
+                f"{build.some(classes)}"
+            )
+        if classes is not None and self.classes is not None and classes != self.classes:
+            raise ValueError(
+                f"the data's classes are not those the model was trained on, in that order: data "
+                f"{build.some(classes)}, model {build.some(self.classes)}"
+            )
+        self.classes = classes or self.classes
+        if data is not None and hasattr(data, "data_config"):
+            data.data_config = build.input_config(self.model)
+            used = getattr(data, "resolved_data_config", None)
+            build.check_image_size(self.model, used)
+            self.data_config = build.listed(used or data.data_config)
+
+    def _resolve_num_classes(self, classes: list[str] | None) -> int:
+        given = self.hparams.num_classes
+        if classes is None and given is None:
+            raise ValueError("num_classes is not set and there is no data module to take it from")
+        if classes is not None and given is not None and given != len(classes):
+            raise ValueError(
+                f"num_classes={given}, but the data have {len(classes)} classes: "
+                f"{build.some(classes)}; leave num_classes out to follow the data"
+            )
+        return given if given is not None else len(classes or ())
+
+    def _build(self, num_classes: int) -> None:
+        h = self.hparams
+        trainer = self._trainer
+        strategy = type(trainer.strategy).__name__ if trainer is not None else ""
+        if h.ema_decay is not None and strategy in SHARDED:
+            raise ValueError(
+                f"ema_decay={h.ema_decay} does not work with {strategy}, which splits the weights "
+                "over processes; set ema_decay: null, or trainer.strategy: ddp"
+            )
+        # A checkpoint that will be loaded over the weights makes the starting weights pointless.
+        resumes = trainer is not None and getattr(trainer, "ckpt_path", None) is not None
+        model = build.build_model(
+            h.model,
+            num_classes,
+            h.model_args,
+            pretrained=h.pretrained and not resumes,
+            weights=None if resumes else h.weights,
+            preproj=self.preproj_config,
+        )
+        if h.freeze_base:
+            build.freeze(model)
+        if h.grad_checkpointing:
+            if not hasattr(model, "set_grad_checkpointing"):
+                raise ValueError(f"grad_checkpointing: {h.model} does not support it")
+            model.set_grad_checkpointing(True)
+        self.model = model
+        if h.ema_decay is not None:
+            self.ema = ModelEmaV3(model, decay=h.ema_decay, use_warmup=h.ema_warmup)
+            self.ema.requires_grad_(False)
+        if h.compile:
+            model.compile()
+        h.num_classes = num_classes
+        mixed = self.mix_config.enabled
+        self.mixer = Mixer(self.mix_config, num_classes, h.label_smoothing) if mixed else None
+        self.criterion = make_loss(mixed, h.label_smoothing, h.bce, h.bce_threshold)
+        self.val_metrics = EvaluationMetrics(num_classes)
+        self.test_metrics = EvaluationMetrics(num_classes, per_class=True)
+        self.train(self.training)
+
+    def _data(self) -> Any:
+        return None if self._trainer is None else getattr(self._trainer, "datamodule", None)
+
+    @property
+    def num_classes(self) -> int | None:
+        """Classes that the model tells apart; None before it is built."""
+        return self.hparams.num_classes
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The model that evaluation uses: the moving average where there is one."""
+        assert self.model is not None, "configure_model has not run"
+        return self.model if self.ema is None else self.ema.module
+
+    @property
+    def evaluated_weights(self) -> str:
+        """ "ema" or "model": whose weights evaluation uses."""
+        return "model" if self.ema is None else "ema"
+
+    def train(self, mode: bool = True) -> ImageClassifier:
+        """As in torch, but what is frozen stays in eval mode, and so does the moving average."""
+        super().train(mode)
+        if self.model is not None:
+            if mode and self.hparams.freeze_base:
+                build.set_frozen_modes(self.model)
+            if self.ema is not None:
+                self.ema.eval()
+        return self
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Shape: images [B, C, H, W] -> logits [B, num_classes]; in eval mode by `evaluated`."""
+        return (self.model if self.training else self.evaluated)(images)
+
+    # ---- training -------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(self.model, self.optimizer_config)
+        trainer = self.trainer
+        total = trainer.estimated_stepping_batches  # makes the loader, whose length is read below
+        batches = trainer.num_training_batches
+        per_epoch = 1
+        if math.isfinite(batches):
+            per_epoch = max(1, math.ceil(batches / trainer.accumulate_grad_batches))
+        schedule = make_schedule(optimizer, self.schedule_config, total, per_epoch)
+        if schedule is None:
+            return optimizer
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 1},
+        }
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """timm's schedulers take the number of updates done, which a resumed run knows too."""
+        scheduler.step_update(num_updates=self.trainer.global_step)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        if self.ema is not None:  # here, not at the batch's end: accumulation steps more rarely
+            self.ema.update(self.model, step=self.trainer.global_step + 1)
+
+    def on_fit_start(self) -> None:
+        self.train()
+
+    def on_train_epoch_start(self) -> None:
+        if self.mixer is not None:
+            self.mixer.set_epoch(self.current_epoch)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, targets = batch
+        n = len(targets)
+        if self.mixer is not None:
+            images, targets = self.mixer(images, targets)
+        loss = self.criterion(self.model(images), targets)
+        # Sums stay on the device: reading a number every step would make the host wait for it.
+        seen = loss.detach() * n
+        self._loss_sum = seen if self._loss_sum is None else self._loss_sum + seen
+        self._loss_n += n
+        if batch_idx % max(1, self.trainer.log_every_n_steps) == 0:
+            self.log("loss", loss.detach(), prog_bar=True, logger=False)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer = self.trainer
+        every = trainer.log_every_n_steps
+        stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if every and stepped and trainer.global_step % every == 0 and trainer.is_global_zero:
+            values = {"train/loss_step": float(outputs["loss"]), "lr": self.learning_rate()}
+            for logger in self.loggers:
+                logger.log_metrics(values, step=trainer.global_step)
+
+    def learning_rate(self) -> float:
+        """The highest rate among the parameter groups, as of the next update."""
+        return max(group["lr"] for group in self.trainer.optimizers[0].param_groups)
+
+    def on_train_epoch_end(self) -> None:
+        if self._loss_sum is not None:
+            self.train_loss.update(self._loss_sum)
+        self.train_n.update(self._loss_n)
+        self._loss_sum, self._loss_n = None, 0
+        n = int(self.train_n.compute())
+        loss = float(self.train_loss.compute()) / n if n else math.nan
+        self.train_n.reset()
+        self.train_loss.reset()
+        if not math.isfinite(loss):
+            rank_zero_warn(f"the training loss of epoch {self.current_epoch} is {loss}")
+        self.log_dict({"train/loss": loss, "train/n": float(n)}, sync_dist=True)
+        row = {"epoch": self.current_epoch, "lr": self.learning_rate(), "train/n": n}
+        row["train/loss"] = loss if math.isfinite(loss) else None
+        self.history.append(row | {f"val/{k}": v for k, v in (self._val_result or {}).items()})
+        self._val_result = None
+
+    # ---- evaluation -----------------------------------------------------------------------------
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, self.val_metrics)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, self.test_metrics)
+
+    def _evaluate(self, batch: tuple[Tensor, Tensor], metrics: EvaluationMetrics) -> None:
+        images, targets = batch
+        if self.examples is None:
+            self.examples = images[:EXAMPLES].detach().cpu()
+        metrics.update(self.evaluated(images), targets)
+
+    def on_validation_epoch_end(self) -> None:
+        result = self._finish(self.val_metrics, "val")
+        if not self.trainer.sanity_checking:
+            self._val_result = result
+
+    def on_test_epoch_end(self) -> None:
+        self.test_result = self._finish(self.test_metrics, "test")
+
+    def _finish(self, metrics: EvaluationMetrics, stage: str) -> dict[str, Any]:
+        result = metrics.result()
+        names = ["n"] if not result["n"] else list(metrics.logged())
+        logged = {name: metrics.logged()[name] for name in names}
+        if "loss" in logged and not result["n_loss"]:
+            del logged["loss"]
+        for name, metric in logged.items():
+            self.log(f"{stage}/{name}", metric, prog_bar=name in ("top1", "loss"))
+        # Lightning resets what it logs; the counts beside it are ours.
+        for metric in metrics.children():
+            if all(metric is not other for other in logged.values()):
+                metric.reset()
+        return result
+
+    # ---- checkpoints ----------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        hyper = dict(checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {}))
+        started = {key: hyper.get(key) for key in ("pretrained", "weights")}
+        # The checkpoint's own weights replace those it started from: nothing is fetched again.
+        hyper.update(pretrained=False, weights=None)
+        checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = hyper
+        checkpoint["mmpreproj"] = {
+            "classes": self.classes,
+            "data_config": self.data_config,
+            "history": self.history,
+            "started_from": started,
+            **self.run_info,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        own = checkpoint.get("mmpreproj") or {}
+        saved = own.get("classes")
+        if saved and self.classes and list(saved) != self.classes:
+            raise ValueError(
+                f"the checkpoint's classes are {build.some(saved)}, the data's "
+                f"{build.some(self.classes)}"
+            )
+        self.classes = saved or self.classes
+        self.data_config = own.get("data_config") or self.data_config
+        self.history = [dict(row) for row in own.get("history") or []]
+
+    def summary(self) -> str:
+        """One line about the model, for the start of a run."""
+        counts = build.parameter_counts(self.model)
+        parts = [f"{counts['total']:,} parameters", f"{counts['new']:,} new"]
+        if counts["trainable"] != counts["total"]:
+            parts.append(f"{counts['trainable']:,} trained")
+        return f"{self.hparams.model}: {', '.join(parts)}"
+
+    def on_train_start(self) -> None:
+        rank_zero_info(self.summary())

@@ -1,0 +1,106 @@
+"""Top-1, top-5, loss and counts of an evaluation, by torchmetrics.
+
+Targets below 0 are marks of `mmpreproj.data.targets`: padding, which is never counted, and
+unreadable images, which count as wrong and are left out of the loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric, Metric, SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassStatScores
+
+from mmpreproj.data.targets import decode
+
+
+class EvaluationMetrics(nn.Module):
+    """The metrics of one split. Under several processes every figure is over all of them.
+
+    Args:
+        num_classes: C. Top-5 exists only above five classes.
+        per_class: keep counts by class too.
+    """
+
+    def __init__(self, num_classes: int, per_class: bool = False) -> None:
+        super().__init__()
+
+        def accuracy(k: int) -> Metric:
+            return MulticlassAccuracy(num_classes, top_k=k, average="micro", validate_args=False)
+
+        self.top1 = accuracy(1)
+        self.top5 = accuracy(5) if num_classes > 5 else None
+        # "disable": a loss that is NaN must come out as NaN, not be dropped from the mean. (It also
+        # makes torchmetrics 1.9 ignore weights, so the losses go in image by image.)
+        self.loss = MeanMetric(nan_strategy="disable")
+        self.n = SumMetric(nan_strategy="disable")
+        self.correct = SumMetric(nan_strategy="disable")
+        self.n_loss = SumMetric(nan_strategy="disable")
+        self.classes = (
+            MulticlassStatScores(num_classes, average=None, validate_args=False)
+            if per_class
+            else None
+        )
+
+    @torch.no_grad()
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        """Shape: logits [B, C], targets int64 [B] with marks."""
+        logits = logits.float()
+        if bool((targets < 0).any()):
+            true, readable, counted = decode(targets)
+            if bool(readable.any()):
+                self.loss.update(
+                    F.cross_entropy(logits[readable], true[readable], reduction="none")
+                )
+            unreadable = counted & ~readable
+            # The true class can then be in no top-k: wrong, whatever the model made of the zeros.
+            rows = unreadable.nonzero().flatten()
+            logits = logits.index_put((rows, true[rows]), logits.new_tensor(-torch.inf))
+            logits, targets, n_loss = logits[counted], true[counted], readable.sum()
+            if not len(targets):
+                return
+        else:
+            n_loss = torch.tensor(len(targets), device=targets.device)
+            self.loss.update(F.cross_entropy(logits, targets, reduction="none"))
+        self.top1.update(logits, targets)
+        self.correct.update((logits.argmax(1) == targets).sum())
+        if self.top5 is not None:
+            self.top5.update(logits, targets)
+        self.n.update(len(targets))
+        self.n_loss.update(n_loss)
+        if self.classes is not None:
+            self.classes.update(logits, targets)
+
+    def logged(self) -> dict[str, Metric]:
+        """What Lightning logs, by short name."""
+        found = {"top1": self.top1, "top5": self.top5, "loss": self.loss, "n": self.n}
+        return {name: metric for name, metric in found.items() if metric is not None}
+
+    def result(self) -> dict[str, Any]:
+        """The figures as plain numbers; call it on every rank. Without any image: n = 0 alone."""
+        n = int(self.n.compute())
+        if n == 0:
+            return {"n": 0}
+        n_loss = int(self.n_loss.compute())
+        found: dict[str, Any] = {
+            "n": n,
+            "correct": int(self.correct.compute()),
+            "top1": float(self.top1.compute()),
+            "loss": float(self.loss.compute()) if n_loss else None,
+            "n_loss": n_loss,
+        }
+        if self.top5 is not None:
+            found["top5"] = float(self.top5.compute())
+        if self.classes is not None:
+            scores = self.classes.compute()  # [C, 5]: tp, fp, tn, fn, support
+            found["class_correct"] = scores[:, 0].long().tolist()
+            found["class_n"] = scores[:, 4].long().tolist()
+        return found
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for metric in self.children():
+            metric.reset()

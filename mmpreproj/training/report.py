@@ -1,0 +1,214 @@
+"""The end of a run: the test, once, on the best weights; record, plots and a short summary."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+import mmpreproj
+from mmpreproj.analysis.records import proportion, write_json
+from mmpreproj.analysis.skip import skip_strength, write_csv
+from mmpreproj.training import build
+from mmpreproj.training.callbacks import peak_memory
+from mmpreproj.training.image import ImageClassifier
+from mmpreproj.training.runs import environment, load_run
+
+if TYPE_CHECKING:
+    from mmpreproj.training.cli import TrainCLI
+
+
+def metrics_of(result: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A `test_result` as records hold it: proportions with interval, loss with its n."""
+    if not result or not result.get("n"):
+        return None
+    found: dict[str, Any] = {"top1": proportion(result["correct"], result["n"])}
+    if result.get("top5") is not None:
+        found["top5"] = proportion(round(result["top5"] * result["n"]), result["n"])
+    loss = result.get("loss")
+    found["loss"] = {
+        "value": loss if loss is not None and math.isfinite(loss) else None,
+        "n": result["n_loss"],
+    }
+    return found
+
+
+def class_rows(result: dict[str, Any], classes: list[str] | None) -> list[dict[str, Any]]:
+    """One row a class: name, n, correct, accuracy and interval (None where there is no image)."""
+    counts = list(zip(result["class_correct"], result["class_n"], strict=True))
+    names = classes or [str(index) for index in range(len(counts))]
+    return [
+        {"class": name, **proportion(correct, n)}
+        for name, (correct, n) in zip(names, counts, strict=True)
+    ]
+
+
+def finish_run(cli: TrainCLI, folder: Path) -> None:
+    """Test the best weights of a run that has been fitted; write and print what came out.
+
+    Called on every process; only rank zero writes.
+    """
+    trainer, module, data = cli.trainer, cli.model, cli.datamodule
+    if not isinstance(module, ImageClassifier):
+        return
+    chosen = _choose(cli)
+    clock = {"seconds": cli.clock.seconds, "train_seconds": cli.clock.train_seconds}
+    speed = cli.clock.images_per_second(trainer.world_size)
+    history, updates = module.history, trainer.global_step
+    # The best checkpoint's history ends at its epoch; the curves show the whole run.
+    if cli.config.run.test:
+        trainer.test(module, data, ckpt_path=chosen["file"], weights_only=True, verbose=False)
+        module.history = history
+    if not trainer.is_global_zero:
+        return
+    reported = _reported(chosen["file"], module)
+    rows = skip_strength(reported.evaluated.float(), _examples(module)) if reported else []
+    values = [row[name] for row in history for name in ("val/n",) if row.get(name)]
+    best = next((row for row in history if row["epoch"] == chosen["epoch"]), None)
+    record = {
+        "finished": True,
+        "name": cli.folder.folder.parent.name if cli.folder.folder else cli.config_name,
+        "run": folder.name,
+        "seed": cli.seed,
+        "model": module.hparams.model,
+        "data": data.describe() if hasattr(data, "describe") else {"name": type(data).__name__},
+        "input": module.data_config,
+        "checkpoint": {**chosen, "file": chosen["file"] and Path(chosen["file"]).name},
+        "test": metrics_of(module.test_result),
+        "per_class": class_rows(module.test_result, module.classes) if module.test_result else None,
+        "validation": None
+        if best is None or not best.get("val/n")
+        else metrics_of({key[4:]: value for key, value in best.items() if key.startswith("val/")}),
+        "n": {
+            "train": history[-1]["train/n"] if history else None,
+            "val": values[-1] if values else None,
+            "test": module.test_result["n"] if module.test_result else None,
+        },
+        "epochs": len(history),
+        "updates": updates,
+        "training": {**clock, "images_per_second": speed, "processes": trainer.world_size},
+        "parameters": build.parameter_counts(reported.model) if reported else None,
+        "peak_bytes": peak_memory(),
+        "skip_strength": rows,
+        "environment": environment(cli.seed, str(trainer.strategy.root_device)),
+        "mmpreproj": mmpreproj.__version__,
+    }
+    write_json(folder / "record.json", record)
+    _plots(folder, module, history, rows)
+    print_summary(record, folder)
+
+
+def _reported(file: str | None, module: ImageClassifier) -> ImageClassifier | None:
+    """The model whose figures are reported, whole and on the CPU, however training split it."""
+    if file is None:
+        return module.cpu()
+    try:
+        return load_run(file)[0]
+    except (FileNotFoundError, ValueError):  # a sharded checkpoint, which is a folder
+        return None
+
+
+def _examples(module: ImageClassifier) -> Tensor | None:
+    return None if module.examples is None else module.examples.float()  # may be in half precision
+
+
+def _choose(cli: TrainCLI) -> dict[str, Any]:
+    """Which checkpoint is reported, and why."""
+    best, module = cli.best, cli.model
+    facts: dict[str, Any] = {"weights": module.evaluated_weights}
+    if best.best_model_path:
+        score = float(best.best_model_score)
+        return facts | {
+            "which": "best",
+            "why": "highest val/top1, of equal ones the lowest val/loss",
+            "epoch": best.best_epoch,
+            "val_top1": score,
+            "file": best.best_model_path,
+        }
+    why = "there is no validation part, so the last epoch is the best known"
+    last = [c.best_model_path for c in cli.trainer.checkpoint_callbacks if c is not best]
+    return facts | {
+        "which": "last",
+        "why": why,
+        "epoch": len(module.history) - 1 if module.history else None,
+        "val_top1": None,
+        "file": next((path for path in last if path), None),
+    }
+
+
+def _plots(
+    folder: Path,
+    module: ImageClassifier,
+    history: list[dict[str, Any]],
+    rows: list[dict[str, Any]],
+) -> None:
+    if rows:
+        write_csv(folder / "skip_strength.csv", rows)
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no plots: they need matplotlib (pip install matplotlib)", flush=True)
+        return
+    from mmpreproj.analysis import plots
+
+    title = f"{folder.parent.name} / {folder.name}"
+    plots.learning_curves(history, folder / "learning_curves.png", title)
+    if rows:
+        n = None if module.examples is None else len(module.examples)
+        path = folder / "skip_strength.png"
+        plots.skip_by_layer(rows, path, f"Content skip by layer: {title}", n)
+
+
+def percent(figure: dict[str, Any] | None) -> str:
+    """`98.15 %  [96.6, 99.0]  n = 540`, or a dash where there is none."""
+    if not figure or figure["value"] is None:
+        return "–"
+    low, high = figure["interval95"]
+    return f"{figure['value']:.2%}  [{low:.2%}, {high:.2%}]  n = {figure['n']:,}"
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """A table by rich where it is installed, else by spaces."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
+        lines = [[c.ljust(w) for c, w in zip(r, widths, strict=True)] for r in [columns, *rows]]
+        print("\n".join([title, *("  ".join(line).rstrip() for line in lines)]), flush=True)
+        return
+    table = Table(title=title, title_justify="left", show_header=any(columns))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def print_summary(record: dict[str, Any], folder: Path) -> None:
+    """What a run came to, on one screen."""
+    chosen, training = record["checkpoint"], record["training"]
+    test = record["test"] or {}
+    epoch = "–" if chosen["epoch"] is None else str(chosen["epoch"] + 1)
+    which = f"{chosen['which']} ({chosen['weights']} weights, epoch {epoch} of {record['epochs']})"
+    rows = [
+        ["test top-1 (95 % interval)", percent(test.get("top1"))],
+        ["test top-5", percent(test.get("top5"))],
+        ["weights", which],
+        ["parameters", _parameters(record["parameters"])],
+        ["training", _training(training)],
+        ["run", str(folder)],
+    ]
+    print_table(f"{record['name']}, seed {record['seed']}", ["", ""], rows)
+
+
+def _training(training: dict[str, Any]) -> str:
+    speed = training["images_per_second"]
+    return f"{training['seconds']:.1f} s" + ("" if speed is None else f", {speed:,.0f} images/s")
+
+
+def _parameters(counts: dict[str, int] | None) -> str:
+    if counts is None:
+        return "–"
+    return f"{counts['total']:,} ({counts['new']:,} new, {counts['trainable']:,} trained)"

@@ -1,0 +1,216 @@
+"""Run folders: names that never collide, what is in them, and models loaded back from them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningDataModule
+
+import mmpreproj
+from mmpreproj.training.image import ImageClassifier
+
+CHECKPOINTS = "checkpoints"
+PACKAGES = ("timm", "lightning", "torchmetrics", "numpy")
+Which = Literal["best", "last"]
+
+
+def new_run_folder(root: str | os.PathLike[str], name: str, seed: int | None) -> Path:
+    """Make `<root>/<name>/<YYYYmmdd-HHMMSS>-seed<seed>`; a taken name gets a number behind it."""
+    stamp = time.strftime("%Y%m%d-%H%M%S") + ("" if seed is None else f"-seed{seed}")
+    parent = Path(root) / name
+    parent.mkdir(parents=True, exist_ok=True)
+    attempt = 1
+    while True:
+        folder = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
+        try:
+            folder.mkdir()  # fails where another run, perhaps at this very moment, made it
+            return folder
+        except FileExistsError:
+            attempt += 1
+
+
+def newest_run(root: str | os.PathLike[str], name: str) -> Path:
+    """The newest run folder of a config that has a last checkpoint.
+
+    Raises:
+        FileNotFoundError: naming where it looked, if there is none.
+    """
+    parent = Path(root) / name
+    runs = [folder for folder in parent.glob("*/") if checkpoint_path(folder, "last").is_file()]
+    if not runs:
+        raise FileNotFoundError(f"no run to resume: no */{CHECKPOINTS}/last.ckpt in {parent}")
+    return max(runs, key=lambda folder: checkpoint_path(folder, "last").stat().st_mtime)
+
+
+def checkpoint_path(folder: Path, which: Which) -> Path:
+    """Where the best or the last checkpoint of a run is."""
+    return folder / CHECKPOINTS / f"{which}.ckpt"
+
+
+def find_checkpoint(path: str | os.PathLike[str], which: Which = "best") -> tuple[Path, Path]:
+    """(checkpoint, folder that results go to) of a run folder or a .ckpt file.
+
+    A run without a best checkpoint (it had no validation) gives its last, which then is its best.
+
+    Raises:
+        FileNotFoundError: naming what is missing.
+        ValueError: if `which` is neither.
+    """
+    path = Path(path)
+    if which not in ("best", "last"):
+        raise ValueError(f"which must be best or last, found {which!r}")
+    if path.is_dir():
+        for name in (which, "last") if which == "best" else (which,):
+            if checkpoint_path(path, name).is_file():
+                return checkpoint_path(path, name), path
+        raise FileNotFoundError(
+            f"{path} is no run folder, or has not finished an epoch: it has no "
+            f"{CHECKPOINTS}/{which}.ckpt"
+        )
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such run folder or checkpoint")
+    return path, path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
+
+
+def load_run(
+    path: str | os.PathLike[str],
+    which: Which = "best",
+    overrides: Mapping[str, Any] | None = None,
+) -> tuple[ImageClassifier, LightningDataModule | None]:
+    """The trained model of a run, in eval mode on the CPU, and its data module, not set up yet.
+
+    Nothing but the checkpoint is read, and no code in it is run. `module.loaded` says which file,
+    epoch, step and weights (EMA or not) it is.
+
+    Args:
+        path: a run folder, or a .ckpt file wherever it lies.
+        which: which checkpoint of a folder.
+        overrides: init arguments of the data module to replace, such as {"root": "my/images"}.
+
+    Returns:
+        (module, data module); the latter None if the checkpoint does not say what it was.
+
+    Raises:
+        FileNotFoundError: if there is no such run.
+        ValueError: if the file is no checkpoint of ours, or an override does not fit.
+    """
+    file, _ = find_checkpoint(path, which)
+    try:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        own, hyper = checkpoint["mmpreproj"], checkpoint["hyper_parameters"]
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{file} is not a checkpoint of mmpreproj.training ({type(error).__name__}: {error})"
+        ) from error
+    kind = _trusted_class((own.get("model") or {}).get("class_path"), ImageClassifier)
+    module = kind(**{**hyper, "compile": False})
+    module.configure_model()
+    module.on_load_checkpoint(checkpoint)
+    module.load_state_dict(checkpoint["state_dict"])
+    module.eval()
+    module.loaded = {
+        "file": str(file),
+        "which": which if Path(path).is_dir() else None,
+        "weights": module.evaluated_weights,
+        # The last epoch that was finished; a checkpoint's own number counts a begun one too.
+        "epoch": module.history[-1]["epoch"] if module.history else None,
+        "step": checkpoint["global_step"],
+    }
+    spec = own.get("data")
+    if spec is None:
+        if overrides:
+            raise ValueError(f"{file} does not say which data module it was trained with")
+        return module, None
+    return module, make_data(spec, module, overrides or {})
+
+
+def make_data(
+    spec: Mapping[str, Any], module: ImageClassifier, overrides: Mapping[str, Any]
+) -> LightningDataModule:
+    """A data module from {"class_path", "init_args"}, with the model's classes and input."""
+    from jsonargparse import ArgumentParser
+
+    _trusted_class(spec["class_path"], LightningDataModule)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    init = dict(spec.get("init_args") or {})
+    if "classes" in init:  # the training mapping: a folder of other classes must not renumber it
+        init["classes"] = module.classes
+    arguments = [f"--data.{key}={value}" for key, value in overrides.items()]
+    try:
+        parser.set_defaults({"data": {"class_path": spec["class_path"], "init_args": init}})
+        config = parser.parse_args(arguments)
+        data = parser.instantiate(config).data
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"data module {spec['class_path']} with {overrides}: {error}") from error
+    data.data_config = dict(module.data_config or {}) or None
+    return data
+
+
+def _trusted_class(path: str | None, base: type) -> type:
+    """The class of that name, if it is of this package or imported already: a checkpoint must not
+    be able to make Python import code."""
+    if path is None:
+        return base
+    module, _, name = path.rpartition(".")
+    if module.split(".")[0] == "mmpreproj":
+        importlib.import_module(module)
+    found = getattr(sys.modules.get(module), name, None)
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise ValueError(
+            f"the checkpoint names {path}, which is no {base.__name__} that is imported already; "
+            f"import {module} first if you trust it"
+        )
+    return found
+
+
+def environment(seed: int | None, device: str, command: list[str] | None = None) -> dict[str, Any]:
+    """Versions, seed, device, git revision (None outside a checkout) and the command line."""
+    versions = {"python": platform.python_version(), "mmpreproj": mmpreproj.__version__}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    versions["torch"] = torch.__version__  # with its build, which the package's version leaves out
+    return {
+        "versions": versions,
+        "platform": platform.platform(),
+        "seed": seed,
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "git": git_revision(),
+        "command": shlex.join(command if command is not None else sys.argv),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def git_revision() -> dict[str, Any] | None:
+    """Revision of the checkout that the package runs from, and whether it has changes."""
+
+    def git(*arguments: str) -> str:
+        folder = Path(mmpreproj.__file__).parent
+        command = ["git", "-C", str(folder), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
+    try:
+        # Installed into an environment that lies in someone's checkout, it is not that checkout.
+        if not git("ls-files", "--error-unmatch", "__init__.py"):
+            return None
+        return {"revision": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

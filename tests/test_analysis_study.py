@@ -1,0 +1,113 @@
+"""Studies: which runs there are, which are skipped or resumed, and what the table says."""
+
+import json
+import sys
+
+import pytest
+
+from mmpreproj.analysis.plots import arms_by_seed
+from mmpreproj.analysis.study import Study, markdown, run_study, summarise
+
+# Stands in for tools/train.py: writes the record that its --run options and its seed ask for.
+TRAINER = """
+import json, pathlib, sys
+words = sys.argv[1:]
+if "--resume" in words:
+    folder = pathlib.Path(words[words.index("--resume") + 1])
+    top1 = 0.5
+else:
+    value = lambda name: words[words.index(name) + 1]
+    seed = int(value("--seed_everything"))
+    folder = pathlib.Path(value("--run.root"), value("--run.name"), f"20260101-000000-seed{seed}")
+    folder.mkdir(parents=True)
+    top1 = (0.9 if "--model.wide" in words else 0.8) + seed / 100
+    if "--fail" in words:
+        sys.exit("no luck")
+record = {"finished": True, "test": {"top1": {"value": top1, "n": 100}, "loss": {"value": 0.1}},
+          "parameters": {"total": 7, "new": 2}, "training": {"seconds": 3.0},
+          "skip_strength": [{"layer": 0, "weight": 0.25}]}
+(folder / "record.json").write_text(json.dumps(record))
+"""
+
+
+@pytest.fixture
+def study(tmp_path):
+    (tmp_path / "base.yaml").write_text("seed_everything: 0\n")
+    (tmp_path / "s.yaml").write_text(
+        "config: base.yaml\nseeds: [0, 2]\narms:\n  plain: {}\n  wide: {model.wide: true}\n"
+    )
+    return Study.read(tmp_path / "s.yaml")
+
+
+@pytest.fixture
+def train(tmp_path):
+    (tmp_path / "train.py").write_text(TRAINER)
+    return [sys.executable, str(tmp_path / "train.py")]
+
+
+def test_every_arm_runs_with_every_seed_and_the_table_adds_up(study, train, tmp_path):
+    told = []
+    assert run_study(study, train, tmp_path / "runs", jobs=2, tell=told.append) == []
+    plain, wide = summarise(study, tmp_path / "runs")
+    assert plain["top1_by_seed"] == pytest.approx({0: 0.80, 2: 0.82})
+    assert plain["top1"]["mean"] == pytest.approx(0.81)
+    assert plain["top1"]["std"] == pytest.approx(0.0141421, rel=1e-4)  # |0.82 - 0.80| / sqrt(2)
+    assert plain["difference"] is None
+    assert wide["difference"]["mean"] == pytest.approx(0.1)
+    assert wide["difference"]["std"] == pytest.approx(0.0, abs=1e-12)
+    assert (wide["n_test"], wide["parameters"], wide["new_parameters"]) == (100, 7, 2)
+    table = markdown([plain, wide])
+    assert "| wide | 7 | 2 | 0.9100 ± 0.0141 | 0: 0.9000, 2: 0.9200 | +0.1000 ± 0.0000 |" in table
+    png = arms_by_seed([plain, wide], tmp_path / "summary.png", "s")
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_finished_runs_are_skipped_and_broken_ones_resumed(study, train, tmp_path):
+    root = tmp_path / "runs"
+    run_study(study, train, root, tell=lambda _: None)
+    first, second = study.runs()[:2]
+    (first.folders(root)[0] / "record.json").unlink()
+    (first.folders(root)[0] / "checkpoints").mkdir()
+    (first.folders(root)[0] / "checkpoints" / "last.ckpt").touch()
+    told = []
+    run_study(study, train, root, tell=told.append)
+    assert told[0] == "s: 4 runs, 3 done, 1 to do"
+    assert told[1].startswith(f"resumes: {first.arm}, seed {first.seed}")
+    assert first.record(root)["test"]["top1"]["value"] == 0.5  # what the resumed run wrote
+    assert len(second.folders(root)) == 1
+
+
+def test_a_failed_run_is_named_and_stays_missing(study, train, tmp_path):
+    told = []
+    failed = run_study(study, train, tmp_path / "runs", ["--fail"], tell=told.append)
+    assert len(failed) == 4 and sum("FAILED" in line for line in told) == 4
+    rows = summarise(study, tmp_path / "runs", ["--fail"])
+    assert rows[0]["missing"] == [0, 2] and rows[0]["top1"]["mean"] is None
+    assert "| plain | – | – | – | – | – | – | – | – x 0 seeds |" in markdown(rows)
+    arms_by_seed(rows, tmp_path / "empty.png")
+
+
+def test_a_changed_definition_is_a_new_run(study, tmp_path):
+    place = study.runs()[0].place
+    assert study.runs(["--trainer.max_epochs", "1"])[0].place != place
+    study.config.write_text("seed_everything: 1\n")
+    assert study.runs()[0].place != place
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ({"arm": {}}, "must have the keys config, seeds and arms"),
+        ({"config": "no.yaml"}, "config='no.yaml' is no file"),
+        ({"seeds": []}, "seeds must be a list of whole numbers"),
+        ({"seeds": ["a"]}, "seeds must be a list of whole numbers"),
+        ({"arms": {}}, "arms must map names"),
+        ({"arms": {"x": 3}}, "arm 'x' must map keys"),
+    ],
+)
+def test_a_study_that_does_not_fit_is_refused(tmp_path, change, told):
+    (tmp_path / "base.yaml").touch()
+    content = {"config": "base.yaml", "seeds": [0], "arms": {"a": {}}, **change}
+    (tmp_path / "s.yaml").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=told):
+        Study.read(tmp_path / "s.yaml")

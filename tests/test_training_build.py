@@ -1,0 +1,159 @@
+import pickle
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+import mmpreproj
+from mmpreproj.training import build
+
+VIT, ARGS = "vit_tiny_patch16_224", {"img_size": 32, "depth": 2}
+
+
+def vit(num_classes=3, **kwargs):
+    return build.build_model(VIT, num_classes, ARGS, **kwargs)
+
+
+def trained(model):
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_an_unknown_model_is_an_error_with_close_matches():
+    with pytest.raises(
+        ValueError, match="'vit_preproj_tinny' is not a timm model.*vit_preproj_tiny"
+    ):
+        build.check_name("vit_preproj_tinny")
+
+
+def test_arguments_that_do_not_fit_name_themselves():
+    with pytest.raises(ValueError, match="does not take model_args=.*'no_such': 1"):
+        build.build_model(VIT, 3, {"no_such": 1})
+    with pytest.raises(ValueError, match="model_args holds num_classes"):
+        build.build_model(VIT, 3, {"num_classes": 4})
+    with pytest.raises(ValueError, match="carries it already"):
+        build.build_model("vit_preproj_tiny", 3, {"depth": 1}, preproj=mmpreproj.PreProjConfig())
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "heads"),
+    [
+        (VIT, ARGS, ["head"]),
+        ("vit_preproj_tiny", ARGS, ["head"]),
+        ("deit_tiny_distilled_patch16_224", ARGS, ["head", "head_dist"]),
+        ("test_resnet", {}, ["fc"]),
+    ],
+)
+def test_freezing_leaves_the_new_parameters_and_every_head(name, args, heads):
+    model = build.build_model(name, 3, args)
+    build.freeze(model)
+    expected = {f"{head}.{kind}" for head in heads for kind in ("weight", "bias")}
+    expected |= {n for n, _ in model.named_parameters() if ".preproj." in n}
+    assert trained(model) == expected
+
+
+def test_attached_and_frozen_only_new_parameters_and_the_head_train():
+    model = vit(preproj=mmpreproj.PreProjConfig(layers=[1]))
+    build.freeze(model)
+    parts = ("up", "down", "skip")
+    expected = {f"blocks.1.attn.preproj.{part}.weight" for part in parts}
+    assert trained(model) == expected | {"head.weight", "head.bias"}
+
+
+def test_a_frozen_model_trains_only_its_trained_parts():
+    model = build.build_model(VIT, 3, {**ARGS, "drop_path_rate": 0.5})
+    mmpreproj.attach(model)
+    build.freeze(model)
+    build.set_frozen_modes(model.train())
+    on = {name for name, module in model.named_modules() if module.training and name}
+    assert {"head", "head_drop", "blocks.0.attn.preproj.up"} <= on
+    assert not any("drop_path" in name or "norm" in name for name in on)
+    assert not model.training and not model.blocks[1].attn.training
+
+
+def test_parameter_counts_are_those_of_the_shapes():
+    model = vit(preproj=mmpreproj.PreProjConfig())
+    counts = build.parameter_counts(model)
+    assert counts["new"] == 2 * (2 * 240 * 192 + 192 * 192)  # two blocks of width 192
+    assert counts["trainable"] == counts["total"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pth"])
+def test_local_weights_are_loaded_and_a_head_of_another_width_is_fresh(tmp_path, kind):
+    base = vit(num_classes=7)
+    path = tmp_path / f"base.{kind}"
+    if kind == "pth":
+        torch.save(base.state_dict(), path)
+    else:
+        save_file(base.state_dict(), path)
+    same = vit(num_classes=7, weights=path)
+    torch.testing.assert_close(same.state_dict(), base.state_dict())
+    other = vit(num_classes=3, weights=path)
+    torch.testing.assert_close(other.blocks.state_dict(), base.blocks.state_dict())
+    assert other.head.weight.shape == (3, 192)
+
+
+def test_weights_of_another_size_are_resized(tmp_path):
+    path = tmp_path / "base.safetensors"
+    save_file(vit().state_dict(), path)  # 32 px: 4 patches and a class token
+    model = build.build_model(VIT, 3, {**ARGS, "img_size": 64}, weights=path)
+    assert model.pos_embed.shape[1] == 16 + 1
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        vit(weights=tmp_path / "none.pth")
+    other = tmp_path / "other.pth"
+    torch.save(timm.create_model("test_resnet", num_classes=7).state_dict(), other)
+    with pytest.raises(ValueError, match="other.pth"):
+        vit(num_classes=3, weights=other)
+    half = vit(num_classes=7).state_dict()
+    del half["blocks.1.mlp.fc1.weight"]
+    torch.save(half, other)
+    with pytest.raises(ValueError, match="lack 1 tensors.*blocks.1.mlp.fc1.weight"):
+        vit(num_classes=3, weights=other)
+
+
+def test_code_in_a_weights_file_is_not_run(tmp_path):
+    marker = tmp_path / "ran"
+
+    class Payload:
+        def __reduce__(self):
+            return (open, (str(marker), "w"))
+
+    path = tmp_path / "evil.pth"
+    path.write_bytes(pickle.dumps({"state_dict": Payload()}, protocol=2))
+    with pytest.raises(ValueError, match="cannot be read"):
+        vit(weights=path)
+    assert not marker.exists()
+
+
+def test_pretrained_without_a_network_names_the_hub_id_and_the_way_out(monkeypatch):
+    monkeypatch.setattr(build, "_reachable", lambda endpoint: False)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *args: None)
+    with pytest.raises(
+        ConnectionError, match="timm/vit_tiny_patch16_224.*set weights: to that file"
+    ):
+        vit(pretrained=True)
+
+
+def test_a_model_without_pretrained_weights_says_so():
+    with pytest.raises(ValueError, match="no pretrained weights for vit_preproj_tiny"):
+        build.build_model("vit_preproj_tiny", 3, ARGS, pretrained=True)
+
+
+def test_the_input_config_is_the_models_own_and_grey_models_get_one_channel():
+    colour = build.input_config(vit())
+    assert colour["input_size"] == [3, 32, 32]
+    assert colour["mean"] == [0.5, 0.5, 0.5]  # as the model's weights were trained
+    grey = build.input_config(build.build_model("vit_preproj_tiny", 3, {**ARGS, "in_chans": 1}))
+    assert grey["input_size"] == [1, 32, 32]
+    assert grey["mean"] == pytest.approx([(0.485 + 0.456 + 0.406) / 3])
+
+
+def test_another_image_size_is_refused_unless_the_model_is_dynamic():
+    used = {"input_size": [3, 48, 48]}
+    with pytest.raises(ValueError, match="48x48 px, the model takes 32x32"):
+        build.check_image_size(vit(), used)
+    build.check_image_size(build.build_model(VIT, 3, {**ARGS, "dynamic_img_size": True}), used)
+    build.check_image_size(build.build_model("test_resnet", 3), used)

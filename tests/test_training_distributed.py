@@ -1,0 +1,66 @@
+"""Two processes on the CPU: figures are over all images, and averages are the same everywhere."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CONFIG = """
+seed_everything: 0
+model:
+  class_path: mmpreproj.training.ImageClassifier
+  init_args:
+    model: vit_preproj_tiny
+    model_args: {img_size: 16, patch_size: 8, embed_dim: 32, depth: 1, num_heads: 2, in_chans: 1}
+    schedule: {sched: none}
+    ema_decay: 0.5
+    freeze_base: true
+data:
+  class_path: mmpreproj.data.DigitsDataModule
+  init_args: {batch_size: 64, val_fraction: 0.101}
+trainer: {max_epochs: 1, limit_train_batches: 3, accelerator: cpu, devices: 2, strategy: ddp}
+"""
+CHECK = """
+import hashlib, sys
+from lightning.pytorch import Callback
+from mmpreproj.training import cli
+
+class Sums(Callback):
+    def on_train_end(self, trainer, module):
+        state = b"".join(t.numpy().tobytes() for t in module.ema.module.state_dict().values())
+        print(f"rank{trainer.global_rank} {hashlib.sha256(state).hexdigest()}", flush=True)
+
+build = cli.TrainCLI._instantiate_trainer
+cli.TrainCLI._instantiate_trainer = lambda self, config, callbacks: build(
+    self, config, [*callbacks, Sums()]
+)
+cli.main()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="gloo on this platform is not tested")
+def test_two_processes_share_one_run_and_count_every_image_once(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    (tmp_path / "script.py").write_text(CHECK)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for name in ("PL_GLOBAL_SEED", "MASTER_PORT", "LOCAL_RANK"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "script.py", "tiny.yaml"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    sums = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines()
+            if line.startswith("rank")}  # fmt: skip
+    assert set(sums) == {"rank0", "rank1"} and sums["rank0"] == sums["rank1"]
+    (folder,) = (tmp_path / "runs" / "tiny").iterdir()
+    record = json.loads((folder / "record.json").read_text())
+    assert record["n"]["test"] == 540
+    assert record["n"]["val"] == record["data"]["n_val"]
+    assert record["data"]["n_val"] % 2 == 1  # an odd part, that two processes cannot share evenly
+    assert record["n"]["train"] == 2 * 3 * 64
+    assert record["training"]["processes"] == 2

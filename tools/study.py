@@ -1,0 +1,52 @@
+"""Train the arms of a study with several seeds, and print what came out.
+
+    python tools/study.py configs/studies/digits.yaml
+    python tools/study.py configs/studies/cifar10.yaml --jobs 2 --data.init_args.root DATA
+
+What follows the study's options goes to every run, as to tools/train.py. Finished runs are skipped
+and broken ones resumed.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from mmpreproj.analysis.plots import arms_by_seed
+from mmpreproj.analysis.records import write_json
+from mmpreproj.analysis.study import Study, markdown, run_study, summarise, train_command
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", help="a YAML file, such as those in configs/studies")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once (default: 1)")
+    parser.add_argument("--root", type=Path, default=Path("runs"), help="where run folders go")
+    parser.add_argument("--summary", action="store_true", help="only sum up what has finished")
+    options, arguments = parser.parse_known_args()
+    try:
+        study = Study.read(options.study)
+        failed = []
+        if not options.summary:
+            failed = run_study(
+                study,
+                train_command(),
+                options.root,
+                arguments,
+                options.jobs,
+                tell=lambda line: print(line, flush=True),
+            )
+    except ValueError as error:
+        parser.error(str(error))
+    rows = summarise(study, options.root, arguments)
+    folder = options.root / study.name
+    write_json(folder / "summary.json", {"study": study.name, "arms": rows})
+    (folder / "summary.md").write_text(markdown(rows), encoding="utf-8")
+    arms_by_seed(rows, folder / "summary.png", study.name)
+    print(f"\n{markdown(rows)}\nwritten to {folder}: summary.json, summary.md, summary.png")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
