@@ -28,3 +28,11 @@ __all__ = [
     "preproj_modules",
     "save",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "PreProjPeftConfig":  # on demand: PEFT is optional, and takes seconds to import
+        from mmpreproj.peft_method import PreProjPeftConfig
+
+        return PreProjPeftConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

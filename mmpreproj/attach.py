@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -95,12 +95,35 @@ def _attachable(model: nn.Module, config: PreProjConfig) -> nn.Module:
 
 
 def _attach(model: nn.Module, config: PreProjConfig, sites: list[Site]) -> None:
-    swaps: dict[str, tuple[type, dict[str, Any]]] = {}
+    new = {
+        site.attention: make_preproj(model.get_submodule(site.attention), site.attention, config)
+        for site in sites
+    }
+    swap_all(model, plan_swaps(model, sites, new, config.content_skip))
+    model.preproj_attachment = dataclasses.replace(attachment_of(model), config=config)
+    report(model, sites)
+
+
+Swaps = dict[str, tuple[type, dict[str, Any]]]
+
+
+def plan_swaps(
+    model: nn.Module, sites: Iterable[Site], preprojs: Mapping[str, nn.Module], skip: bool
+) -> Swaps:
+    """What is to be swapped, by path: the mixin and its attributes. Nothing is changed yet.
+
+    Args:
+        preprojs: what each attention gets as its `preproj`, by its path.
+        skip: whether there may be a skip to hand on.
+
+    Raises:
+        ValueError: if a module cannot be swapped.
+    """
+    swaps: Swaps = {}
     for site in sites:
-        attention = _swappable(model, site.attention)
-        preproj = _new_parameters(attention, site.attention, config)
+        _swappable(model, site.attention)
         handoff = None
-        if site.join is not None and config.content_skip:
+        if site.join is not None and skip:
             handoff = Handoff()
             _swappable(model, site.join)
             _swappable(model, site.block)
@@ -112,18 +135,20 @@ def _attach(model: nn.Module, config: PreProjConfig, sites: list[Site]) -> None:
         swaps[site.attention] = (
             AttentionSwap,
             {
-                "preproj": preproj,
+                "preproj": preprojs[site.attention],
                 "preproj_handoff": handoff,
                 "preproj_divisor": site.divisor,
             },
         )
+    return swaps
+
+
+def swap_all(model: nn.Module, swaps: Swaps) -> None:
     for path, (mixin, attributes) in swaps.items():
         swap(model.get_submodule(path), mixin, attributes)
-    model.preproj_attachment = dataclasses.replace(attachment_of(model), config=config)
-    _report(model, sites)
 
 
-def _report(model: nn.Module, sites: list[Site]) -> None:
+def report(model: nn.Module, sites: list[Site]) -> None:
     new = sum(p.numel() for module in preproj_modules(model).values() for p in module.parameters())
     everything = sum(p.numel() for p in model.parameters())
     _logger.info(
@@ -149,7 +174,7 @@ def _swappable(model: nn.Module, path: str) -> nn.Module:
     return module
 
 
-def _new_parameters(attention: nn.Module, path: str, config: PreProjConfig) -> PreProj:
+def make_preproj(attention: nn.Module, path: str, config: PreProjConfig) -> PreProj:
     """A PreProj of the width, device and dtype that the attention's input projection has."""
     for name in INPUT_PROJECTIONS:
         projection = _descendant(attention, name)
@@ -220,7 +245,9 @@ def preproj_modules(model: nn.Module) -> dict[str, PreProj]:
     rank = order_of_execution(model)
     # stable: attentions that no known block holds stay as they stand in the model, at the end
     return dict(
-        sorted(found.items(), key=lambda item: rank.get(item[0].rpartition(".")[0], len(rank)))
+        sorted(
+            found.items(), key=lambda item: rank.get(item[0].rpartition(".preproj")[0], len(rank))
+        )
     )
 
 
