@@ -174,6 +174,7 @@ def timm_loop(data: Path, options: argparse.Namespace, workers: int) -> float:
             + ["--model", options.model, "--img-size", str(options.img_size)]
             + ["--batch-size", str(options.batch_size), "--workers", str(workers)]
             + ["--opt", "adamw", "--lr", "1e-3", "--weight-decay", "0.05", "--warmup-epochs", "0"]
+            + ["--model-kwargs", f"img_size={options.img_size}"]
             + ["--num-classes", str(classes), "--epochs", "1", "--device", "cpu"]
             + ["--output", folder]
         )
