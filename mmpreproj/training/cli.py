@@ -178,7 +178,16 @@ class TrainCLI(LightningCLI):
                 print(f"\ninterrupted; to go on: train.py --resume {folder}", flush=True)
             raise
         assert self.folder.folder is not None
-        finish_run(self, self.folder.folder)
+        finish_run(
+            self.trainer,
+            self.model,
+            self.datamodule,
+            self.folder.folder,
+            self.best,
+            self.clock,
+            self.seed,
+            self.config.run.test,
+        )
         return self.folder.folder
 
 

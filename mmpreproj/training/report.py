@@ -5,20 +5,18 @@ from __future__ import annotations
 import importlib.util
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 
 import mmpreproj
 from mmpreproj.analysis.records import proportion, write_json
 from mmpreproj.analysis.skip import skip_strength, write_csv
 from mmpreproj.training import build
-from mmpreproj.training.callbacks import peak_memory
+from mmpreproj.training.callbacks import BestCheckpoint, Clock, peak_memory
 from mmpreproj.training.image import ImageClassifier
 from mmpreproj.training.runs import environment, load_run
-
-if TYPE_CHECKING:
-    from mmpreproj.training.cli import TrainCLI
 
 
 def metrics_of(result: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -46,20 +44,31 @@ def class_rows(result: dict[str, Any], classes: list[str] | None) -> list[dict[s
     ]
 
 
-def finish_run(cli: TrainCLI, folder: Path) -> None:
+def finish_run(
+    trainer: Trainer,
+    module: LightningModule,
+    data: LightningDataModule,
+    folder: Path,
+    best: BestCheckpoint,
+    clock: Clock,
+    seed: int | None,
+    test: bool = True,
+) -> None:
     """Test the best weights of a run that has been fitted; write and print what came out.
 
     Called on every process; only rank zero writes.
+
+    Args:
+        best, clock: the callbacks that watched the run.
+        test: read the reported split.
     """
-    trainer, module, data = cli.trainer, cli.model, cli.datamodule
     if not isinstance(module, ImageClassifier):
         return
-    chosen = _choose(cli)
-    clock = {"seconds": cli.clock.seconds, "train_seconds": cli.clock.train_seconds}
-    speed = cli.clock.images_per_second(trainer.world_size)
+    chosen = _choose(trainer, module, best)
+    speed = clock.images_per_second(trainer.world_size)
     history, updates = module.history, trainer.global_step
     # The best checkpoint's history ends at its epoch; the curves show the whole run.
-    if cli.config.run.test:
+    if test:
         trainer.test(module, data, ckpt_path=chosen["file"], weights_only=True, verbose=False)
         module.history = history
     if not trainer.is_global_zero:
@@ -67,12 +76,12 @@ def finish_run(cli: TrainCLI, folder: Path) -> None:
     reported = _reported(chosen["file"], module)
     rows = skip_strength(reported.evaluated.float(), _examples(module)) if reported else []
     values = [row[name] for row in history for name in ("val/n",) if row.get(name)]
-    best = next((row for row in history if row["epoch"] == chosen["epoch"]), None)
+    at_best = next((row for row in history if row["epoch"] == chosen["epoch"]), None)
     record = {
         "finished": True,
-        "name": cli.folder.folder.parent.name if cli.folder.folder else cli.config_name,
+        "name": folder.parent.name,
         "run": folder.name,
-        "seed": cli.seed,
+        "seed": seed,
         "model": module.hparams.model,
         "data": data.describe() if hasattr(data, "describe") else {"name": type(data).__name__},
         "input": module.data_config,
@@ -80,8 +89,8 @@ def finish_run(cli: TrainCLI, folder: Path) -> None:
         "test": metrics_of(module.test_result),
         "per_class": class_rows(module.test_result, module.classes) if module.test_result else None,
         "validation": None
-        if best is None or not best.get("val/n")
-        else metrics_of({key[4:]: value for key, value in best.items() if key.startswith("val/")}),
+        if at_best is None or not at_best.get("val/n")
+        else metrics_of({key[4:]: v for key, v in at_best.items() if key.startswith("val/")}),
         "n": {
             "train": history[-1]["train/n"] if history else None,
             "val": values[-1] if values else None,
@@ -89,11 +98,16 @@ def finish_run(cli: TrainCLI, folder: Path) -> None:
         },
         "epochs": len(history),
         "updates": updates,
-        "training": {**clock, "images_per_second": speed, "processes": trainer.world_size},
+        "training": {
+            "seconds": clock.seconds,
+            "train_seconds": clock.train_seconds,
+            "images_per_second": speed,
+            "processes": trainer.world_size,
+        },
         "parameters": build.parameter_counts(reported.model) if reported else None,
         "peak_bytes": peak_memory(),
         "skip_strength": rows,
-        "environment": environment(cli.seed, str(trainer.strategy.root_device)),
+        "environment": environment(seed, str(trainer.strategy.root_device)),
         "mmpreproj": mmpreproj.__version__,
     }
     write_json(folder / "record.json", record)
@@ -115,9 +129,8 @@ def _examples(module: ImageClassifier) -> Tensor | None:
     return None if module.examples is None else module.examples.float()  # may be in half precision
 
 
-def _choose(cli: TrainCLI) -> dict[str, Any]:
+def _choose(trainer: Trainer, module: ImageClassifier, best: BestCheckpoint) -> dict[str, Any]:
     """Which checkpoint is reported, and why."""
-    best, module = cli.best, cli.model
     facts: dict[str, Any] = {"weights": module.evaluated_weights}
     if best.best_model_path:
         score = float(best.best_model_score)
@@ -129,7 +142,7 @@ def _choose(cli: TrainCLI) -> dict[str, Any]:
             "file": best.best_model_path,
         }
     why = "there is no validation part, so the last epoch is the best known"
-    last = [c.best_model_path for c in cli.trainer.checkpoint_callbacks if c is not best]
+    last = [c.best_model_path for c in trainer.checkpoint_callbacks if c is not best]
     return facts | {
         "which": "last",
         "why": why,
