@@ -86,8 +86,7 @@ def attach_block(block: nn.Module, config: PreProjConfig | None = None) -> nn.Mo
 def _attachable(model: nn.Module, config: PreProjConfig) -> nn.Module:
     if not config.enabled:
         raise ValueError("nothing to attach: pre_projection and content_skip are both False")
-    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
-        raise ValueError("this model is compiled: attach first, then call torch.compile")
+    refuse_compiled(model)
     taken = [name for name, module in model.named_modules() if isinstance(module, Swapped)]
     if taken:
         raise ValueError(f"the method is attached already, at {taken[0]!r}; call detach first")
@@ -223,6 +222,7 @@ def detach(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: if the model does not carry the method.
     """
+    refuse_compiled(model)
     swapped = [module for module in model.modules() if isinstance(module, Swapped)]
     if not swapped:
         raise ValueError(f"nothing to detach: {type(model).__name__} does not carry the method")
@@ -231,7 +231,8 @@ def detach(model: nn.Module) -> nn.Module:
     frozen = attachment_of(model).requires_grad or {}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(frozen.get(name, parameter.requires_grad))
-    vars(model).pop("preproj_attachment", None)
+    for module in model.modules():  # those of single blocks, too
+        vars(module).pop("preproj_attachment", None)
     return model
 
 
@@ -264,14 +265,17 @@ def freeze_base(model: nn.Module, also: Iterable[str] = ()) -> nn.Module:
     Raises:
         ValueError: before anything is changed, if a path matches nothing, or nothing would train.
     """
+    refuse_compiled(model)
     also = (also,) if isinstance(also, str) else tuple(also)
     parameters = dict(model.named_parameters())
     new = new_parameters(model)
     for path in also:
         if not any(is_within(name, path) for name in parameters):
-            known = [name for name, _ in model.named_modules() if name]
+            known = [n for n, m in model.named_modules() if next(m.parameters(), None) is not None]
             near = difflib.get_close_matches(path, known, n=3) or list(dict(model.named_children()))
-            raise ValueError(f"also={path!r} names no parameter; the nearest modules are {near}")
+            empty = path in dict(model.named_modules())
+            what = "a module without parameters (num_classes=0?)" if empty else "no parameter"
+            raise ValueError(f"also={path!r} names {what}; the nearest with parameters are {near}")
     trainable = {
         name for name in parameters if name in new or any(is_within(name, path) for path in also)
     }
@@ -285,6 +289,15 @@ def freeze_base(model: nn.Module, also: Iterable[str] = ()) -> nn.Module:
         parameter.requires_grad_(name in trainable)
     model.preproj_attachment = dataclasses.replace(before, also=also, requires_grad=requires_grad)
     return model
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise ValueError for what `torch.compile` returned: it stands for another model."""
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise ValueError(
+            "this model is compiled: give the model inside (model._orig_mod), before torch.compile "
+            "where the model is changed"
+        )
 
 
 def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,8 +41,7 @@ class PreProjConfig:
 
     Args:
         expansion: width of the pre-projection's hidden layer, as a multiple of the model's width.
-        pre_projection: add W_up and W_down.
-        content_skip: add W_skip.
+        pre_projection, content_skip: which of the two parts are added.
         layers: blocks that get the method, counted from 0 within each stack of blocks; negative
             numbers count from the end. None means all.
         init_std: standard deviation (truncated normal) that W_down and W_skip start with; at 0 the
@@ -69,26 +70,28 @@ class PreProjConfig:
     join: str | None = None
 
     def __post_init__(self) -> None:
-        if self.expansion <= 0:
-            raise ValueError(f"expansion must be above 0, found {self.expansion}")
-        if self.init_std < 0:
-            raise ValueError(f"init_std must be 0 or above, found {self.init_std}")
-        if self.skip_rank is not None and self.skip_rank < 1:
-            raise ValueError(f"skip_rank must be 1 or above, or None, found {self.skip_rank}")
-        if self.skip_rank is not None and not self.content_skip:
-            raise ValueError(f"skip_rank={self.skip_rank} needs content_skip=True")
-        if self.dtype is not None and not _is_float(self.dtype):
-            raise ValueError(f"dtype must name a floating-point torch dtype, found {self.dtype!r}")
-        if self.attention is not None and "*" not in self.attention:
-            raise ValueError(
-                f"attention must hold a * where the block's number stands, found {self.attention!r}"
-            )
-        if self.join is not None and self.attention is None:
+        rank, attention = self.skip_rank, self.attention
+        if isinstance(self.dtype, torch.dtype):
+            object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        if isinstance(self.layers, Sequence) and not isinstance(self.layers, str):
+            object.__setattr__(self, "layers", tuple(self.layers))
+        whole = isinstance(self.layers, tuple) and all(type(layer) is int for layer in self.layers)
+        for name, holds, what in (
+            ("pre_projection", isinstance(self.pre_projection, bool), "True or False"),
+            ("content_skip", isinstance(self.content_skip, bool), "True or False"),
+            ("expansion", _is_finite(self.expansion) and self.expansion > 0, "a number above 0"),
+            ("init_std", _is_finite(self.init_std) and self.init_std >= 0, "a number from 0 on"),
+            ("skip_rank", rank is None or (type(rank) is int and rank > 0), "1 or above, or None"),
+            ("layers", self.layers is None or (self.layers and whole), "block numbers, or None"),
+            ("dtype", self.dtype is None or _is_float(self.dtype), "a floating-point torch dtype"),
+            ("attention", attention is None or "*" in attention, "a path with a * for the block"),
+        ):
+            if not holds:
+                raise ValueError(f"{name} must be {what}, found {getattr(self, name)!r}")
+        if rank is not None and not self.content_skip:
+            raise ValueError(f"skip_rank={rank} needs content_skip=True")
+        if self.join is not None and attention is None:
             raise ValueError(f"join={self.join!r} goes with attention=, which is None")
-        if self.layers is not None:
-            if isinstance(self.layers, (str, int)) or not len(tuple(self.layers)):
-                raise ValueError(f"layers must list block numbers, or be None, found {self.layers}")
-            object.__setattr__(self, "layers", tuple(int(layer) for layer in self.layers))
 
     @property
     def enabled(self) -> bool:
@@ -112,8 +115,12 @@ class PreProjConfig:
         return cls(**fields)
 
 
-def _is_float(name: str) -> bool:
-    dtype = getattr(torch, name, None)
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _is_float(name: Any) -> bool:
+    dtype = getattr(torch, str(name), None)
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
@@ -149,10 +156,7 @@ class PreProj(nn.Module):
         self.dim = dim
         self.init_std = config.init_std
         hidden = max(1, int(config.expansion * dim))
-
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)
-
+        linear = functools.partial(nn.Linear, bias=False, device=device, dtype=dtype)
         self.up = linear(dim, hidden) if config.pre_projection else None
         self.down = linear(hidden, dim) if config.pre_projection else None
         self.reduce = linear(dim, rank) if config.content_skip and rank else None
@@ -191,10 +195,7 @@ class PreProj(nn.Module):
         return self.skip.weight @ self.reduce.weight
 
 
+@torch.no_grad()
 def _truncated_normal_(weight: Tensor, std: float) -> None:
     """Normal with the given std, cut at two of them; exactly zero at std 0."""
-    with torch.no_grad():
-        if std == 0:
-            weight.zero_()
-        else:
-            nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std) if std else weight.zero_()

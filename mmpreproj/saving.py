@@ -22,6 +22,7 @@ from mmpreproj.attach import (
     is_within,
     new_parameters,
     preproj_modules,
+    refuse_compiled,
 )
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.sites import find_sites
@@ -44,9 +45,17 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     Raises:
         ValueError: if the model does not carry the method, or `path` is a file.
     """
+    refuse_compiled(model)
     attachment = attachment_of(model)
     if attachment.config is None:
         raise ValueError(f"nothing to save: the method is not attached to {type(model).__name__}")
+    sites = {f"{site.attention}.preproj" for site in find_sites(model, attachment.config)}
+    changed = sorted(sites ^ preproj_modules(model).keys())
+    if changed:
+        raise ValueError(
+            f"{changed[0]!r} does not agree with the config that was attached, "
+            f"{attachment.config}: detach and attach whole models, not some of their blocks"
+        )
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; save takes a folder")

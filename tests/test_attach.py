@@ -133,8 +133,10 @@ def test_attach_refuses_a_second_time_and_a_compiled_model_and_a_patched_forward
     model = attach(tiny("vit"))
     with pytest.raises(ValueError, match="attached already, at 'blocks.0.attn'"):
         attach(model)
-    with pytest.raises(ValueError, match="attach first, then call torch.compile"):
-        attach(torch.compile(tiny("vit")))
+    compiled = torch.compile(model)
+    for call in (attach, detach, freeze_base):
+        with pytest.raises(ValueError, match="compiled: give the model inside"):
+            call(compiled)
     patched = tiny("vit")
     patched.blocks[1].attn.forward = patched.blocks[1].attn.forward
     with pytest.raises(ValueError, match="'blocks.1.attn' has a forward of its own"):
@@ -172,6 +174,8 @@ def test_attach_block_is_attach_for_one_block():
     single.load_state_dict(whole.state_dict())
     x = images(whole)
     assert torch.equal(outputs(single, x), outputs(whole, x))
+    detach(single)
+    assert not any("preproj_attachment" in vars(module) for module in single.modules())
     with pytest.raises(ValueError, match="layers and attention must be None"):
         attach_block(tiny("vit").blocks[0], PreProjConfig(layers=[0]))
 
@@ -305,6 +309,8 @@ def test_freeze_base_refuses_what_matches_nothing_and_changes_nothing():
     model = attach(tiny("vit"))
     with pytest.raises(ValueError, match="also='haed' names no parameter; the nearest .*'head'"):
         freeze_base(model, also=["haed"])
+    with pytest.raises(ValueError, match="also='head_drop' names a module without parameters"):
+        freeze_base(model, also=["head_drop"])
     assert all(p.requires_grad for p in model.parameters())
     with pytest.raises(ValueError, match="nothing would train"):
         freeze_base(tiny("vit"))

@@ -158,7 +158,7 @@ def test_paths_by_hand_do_what_the_table_does():
     [
         ({"target_modules": ["q_proj"]}, "finds the self-attentions by itself"),
         ({"pre_projection": False, "content_skip": False}, "nothing to add"),
-        ({"expansion": 0}, "expansion must be above 0"),
+        ({"expansion": 0}, "expansion must be a number above 0"),
         ({"join": "a.*.b"}, "goes with attention"),
     ],
 )

@@ -109,14 +109,19 @@ def test_output_has_the_inputs_dtype_whatever_the_parameters_have(own):
 @pytest.mark.parametrize(
     "fields, told",
     [
-        ({"expansion": 0}, "expansion must be above 0, found 0"),
-        ({"init_std": -1.0}, "init_std must be 0 or above"),
+        ({"expansion": 0}, "expansion must be a number above 0, found 0"),
+        ({"expansion": "2"}, "expansion must be a number above 0, found '2'"),
+        ({"expansion": float("nan")}, "expansion must be a number above 0, found nan"),
+        ({"init_std": -1.0}, "init_std must be a number from 0 on, found -1.0"),
+        ({"content_skip": "no"}, "content_skip must be True or False, found 'no'"),
+        ({"skip_rank": 1.5}, "skip_rank must be 1 or above"),
+        ({"layers": [0.5]}, "layers must be block numbers, or None"),
         ({"skip_rank": 0}, "skip_rank must be 1 or above"),
         ({"skip_rank": 4, "content_skip": False}, "needs content_skip=True"),
-        ({"layers": []}, "layers must list block numbers"),
-        ({"layers": "all"}, "layers must list block numbers"),
-        ({"dtype": "float33"}, "floating-point torch dtype, found 'float33'"),
-        ({"attention": "blocks.attn"}, r"must hold a \*"),
+        ({"layers": []}, "layers must be block numbers, or None"),
+        ({"layers": "all"}, "layers must be block numbers, or None"),
+        ({"dtype": "float33"}, "a floating-point torch dtype, found 'float33'"),
+        ({"attention": "blocks.attn"}, r"a path with a \* for the block"),
         ({"join": "blocks.*.drop_path1"}, "goes with attention="),
     ],
 )
@@ -130,6 +135,10 @@ def test_module_refuses_what_cannot_be():
         PreProj(0)
     with pytest.raises(ValueError, match="skip_rank=9 is above the width 8"):
         PreProj(8, PreProjConfig(skip_rank=9))
+
+
+def test_dtype_may_be_a_torch_dtype_or_its_name():
+    assert PreProjConfig(dtype=torch.float32) == PreProjConfig(dtype="float32")
 
 
 def test_config_survives_json_and_names_a_mistyped_field():

@@ -134,12 +134,21 @@ def test_filling_in_an_attached_model_needs_the_same_config(saved):
 def test_folders_that_are_none_are_refused(base, tmp_path):
     with pytest.raises(ValueError, match="not attached to Eva"):
         save(base, tmp_path)
+    with pytest.raises(ValueError, match="compiled: give the model inside"):
+        save(torch.compile(base), tmp_path)
     with pytest.raises(FileNotFoundError, match="has no preproj.json"):
         load(base, tmp_path)
     attach(base)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file; save takes a folder"):
         save(base, tmp_path / "file")
+
+
+def test_a_model_that_lost_a_block_is_not_saved(base, tmp_path):
+    attach(base)
+    detach(base.blocks[0])
+    with pytest.raises(ValueError, match="'blocks.0.attn.preproj' does not agree"):
+        save(base, tmp_path)
 
 
 @pytest.mark.parametrize(

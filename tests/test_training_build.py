@@ -100,6 +100,27 @@ def test_weights_of_another_size_are_resized(tmp_path):
     assert model.pos_embed.shape[1] == 16 + 1
 
 
+@pytest.mark.parametrize("num_classes", [7, 3])
+def test_weights_with_the_method_are_loaded_whole_or_refused(tmp_path, num_classes):
+    trained = vit(num_classes=7, preproj=mmpreproj.PreProjConfig(init_std=0.1))
+    path = tmp_path / "trained.pth"
+    torch.save(trained.state_dict(), path)
+    model = vit(num_classes=num_classes, weights=path, preproj=mmpreproj.PreProjConfig())
+    torch.testing.assert_close(model.blocks.state_dict(), trained.blocks.state_dict())
+    for preproj in (None, mmpreproj.PreProjConfig(content_skip=False)):
+        with pytest.raises(ValueError, match="trained.pth.* in another form than this model"):
+            vit(num_classes=num_classes, weights=path, preproj=preproj)
+
+
+def test_own_models_do_not_lose_a_part_of_the_method_unseen(tmp_path):
+    arguments = {"img_size": 32, "depth": 1, "embed_dim": 48, "num_heads": 3}
+    path = tmp_path / "own.pth"
+    torch.save(build.build_model("vit_preproj_tiny", 7, arguments).state_dict(), path)
+    assert build.build_model("vit_preproj_tiny", 3, arguments, weights=path).num_classes == 3
+    with pytest.raises(ValueError, match="1 tensors of the method .* no place for, .*skip.weight"):
+        build.build_model("vit_preproj_tiny", 3, {**arguments, "content_skip": False}, weights=path)
+
+
 def test_weights_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         vit(weights=tmp_path / "none.pth")
@@ -131,9 +152,7 @@ def test_code_in_a_weights_file_is_not_run(tmp_path):
 def test_pretrained_without_a_network_names_the_hub_id_and_the_way_out(monkeypatch):
     monkeypatch.setattr(build, "_reachable", lambda endpoint: False)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *args: None)
-    with pytest.raises(
-        ConnectionError, match="timm/vit_tiny_patch16_224.*set weights: to that file"
-    ):
+    with pytest.raises(ConnectionError, match="timm/vit_tiny_patch16_224.*--model.weights FILE"):
         vit(pretrained=True)
 
 

@@ -113,11 +113,19 @@ def test_no_schedule_leaves_the_rate_alone():
     assert make_schedule(sgd(), ScheduleConfig(sched="none"), math.inf, 1) is None
 
 
+def test_a_warmup_longer_than_the_run_is_shortened_with_a_warning():
+    config = ScheduleConfig(warmup_epochs=3, warmup_lr=0.0)
+    with pytest.warns(UserWarning, match=r"warmup_epochs=3 .* 2 epochs \(20 updates\).* 2 upd"):
+        found, _ = rates(config, total=20, per_epoch=10)
+    # a linear rise over a tenth, then the cosine at 2 / 20 of its way
+    assert found[:3] == pytest.approx([0.0, 0.5, 0.5 * (1 + math.cos(math.pi * 0.1))])
+
+
 def test_schedules_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="needs an end: set trainer.max_epochs"):
         make_schedule(sgd(), ScheduleConfig(), math.inf, 4)
-    with pytest.raises(ValueError, match="warmup_epochs=3.* 8 updates, 2 epochs"):
-        make_schedule(sgd(), ScheduleConfig(warmup_epochs=3), 8, 4)
+    with pytest.raises(ValueError, match="cooldown_epochs=2 leaves nothing of a run of 2 epochs"):
+        make_schedule(sgd(), ScheduleConfig(cooldown_epochs=2), 8, 4)
     with pytest.raises(ValueError, match="must be one of cosine.*'plateau'.*follows a metric"):
         ScheduleConfig(sched="plateau")
 

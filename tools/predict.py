@@ -2,7 +2,8 @@
 
 import sys
 
+from mmpreproj.training.cli import run_tool
 from mmpreproj.training.inference import predict_main
 
 if __name__ == "__main__":
-    sys.exit(predict_main())
+    sys.exit(run_tool(predict_main))

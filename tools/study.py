@@ -1,10 +1,11 @@
 """Train the arms of a study with several seeds, and print what came out.
 
     python tools/study.py configs/studies/digits.yaml
-    python tools/study.py configs/studies/cifar10.yaml --jobs 2 --data.init_args.root DATA
+    python tools/study.py configs/studies/cifar10.yaml --jobs 2 --data.root DATA
 
-What follows the study's options goes to every run, as to tools/train.py. Finished runs are skipped
-and broken ones resumed.
+What follows the study's options goes to every run, as to tools/train.py, and is part of what a run
+is: other settings are other runs, also for --summary. Finished runs are skipped and broken ones
+resumed.
 """
 
 import argparse
@@ -41,6 +42,11 @@ def main() -> int:
         parser.error(str(error))
     rows = summarise(study, options.root, arguments)
     folder = options.root / study.name
+    if not any(row["seeds"] for row in rows):
+        others = sorted(place.name for place in folder.glob("*-*/"))
+        told = f"; {folder} has {', '.join(others)}" if others else ""
+        print(f"no run of this study, with these settings, has finished{told}", file=sys.stderr)
+        return 1
     write_json(folder / "summary.json", {"study": study.name, "arms": rows})
     (folder / "summary.md").write_text(markdown(rows), encoding="utf-8")
     arms_by_seed(rows, folder / "summary.png", study.name)

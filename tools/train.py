@@ -1,6 +1,8 @@
 """Train from one YAML file: python tools/train.py CONFIG [--key value …]; see --help."""
 
-from mmpreproj.training.cli import main
+import sys
+
+from mmpreproj.training.cli import main, run_tool
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_tool(main))

@@ -171,9 +171,9 @@ class ImageDataModule(LightningDataModule):
             sampler = EpochSampler(dataset, world, rank, run_seed())
         if self.drop_last and len(sampler) < self.batch_size:
             raise ValueError(
-                f"{len(dataset)} training images on {world} process(es) do not fill one batch of "
-                f"{self.batch_size}: "
-                "lower batch_size, or set drop_last to false"
+                f"{len(dataset)} training images (val_fraction={self.val_fraction} is held out) on "
+                f"{world} process(es) do not fill one batch of {self.batch_size}: lower batch_size "
+                "(--data.batch_size), or set drop_last to false (--data.drop_last false)"
             )
         return self._loader(dataset, self.batch_size, sampler=sampler, drop_last=self.drop_last)
 

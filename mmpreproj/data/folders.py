@@ -131,7 +131,8 @@ class ImageFolderDataModule(SourceDataModule):
         root = Path(self.root).expanduser()
         if not root.is_dir():
             raise FileNotFoundError(
-                f"the image folder {str(root)!r} does not exist (or is not a folder)"
+                f"the image folder {str(root)!r} does not exist (or is not a folder); --data.root "
+                "takes a tree of class folders: ROOT/train/CLASS/*, and ROOT/val or ROOT/test"
             )
         name = {"train": self.train_split, "val": self.val_split}.get(split) or self._test_name(
             root

@@ -17,7 +17,7 @@ import timm
 import torch
 from timm.data import resolve_model_data_config
 from timm.models import get_model_input_config, load_state_dict
-from torch import nn
+from torch import Tensor, nn
 
 import mmpreproj
 from mmpreproj.preproj import PreProjConfig
@@ -58,12 +58,11 @@ def build_model(
         if key in arguments:
             raise ValueError(f"model_args holds {key}: give it as the module's own {key} instead")
     arguments["num_classes"] = num_classes
+    source, method = None, {}
     if weights is not None:
-        source = _local_source(name, Path(weights))
+        source, method = _local_source(name, Path(weights))
     elif pretrained:
         source = _hub_source(name)
-    else:
-        source = None
     model = _create(name, arguments, source, weights)
     if preproj is not None:
         if mmpreproj.preproj_modules(model):
@@ -72,6 +71,8 @@ def build_model(
                 "model_args instead (expansion, layers, ...), or leave preproj out"
             )
         mmpreproj.attach(model, preproj)
+    if method:
+        _fill_method(model, method, weights)
     return model
 
 
@@ -196,6 +197,12 @@ def _create(
         builder.removeHandler(told)
         builder.setLevel(level)
     heads = tuple(classifier_names(model))
+    lost = [key for key in told.unexpected if ".preproj." in key]
+    if lost:
+        raise ValueError(
+            f"weights={str(weights)!r} hold {len(lost)} tensors of the method that {name} with "
+            f"model_args={arguments} has no place for, such as {lost[0]!r}"
+        )
     missing = [key for key in told.missing if not key.startswith(heads) and ".preproj." not in key]
     if missing:
         raise ValueError(
@@ -206,24 +213,47 @@ def _create(
 
 
 class _LoadReport(logging.Handler):
-    """Collects the keys that timm found missing in a checkpoint."""
+    """Collects the keys that timm found missing in a checkpoint, and those it had no place for."""
 
     def __init__(self) -> None:
         super().__init__(level=logging.INFO)
         self.missing: list[str] = []
+        self.unexpected: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        found = re.match(r"Missing keys \((.*)\) discovered", record.getMessage())
+        found = re.match(r"(Missing|Unexpected) keys \((.*?)\) ", record.getMessage())
         if found:
-            self.missing += found.group(1).split(", ")
+            keys = self.missing if found.group(1) == "Missing" else self.unexpected
+            keys += found.group(2).split(", ")
 
 
-def _local_source(name: str, path: Path) -> dict[str, Any]:
-    """timm's pretrained_cfg for a local file."""
+def _fill_method(
+    model: nn.Module, method: Mapping[str, Tensor], weights: str | os.PathLike[str] | None
+) -> None:
+    """Load a checkpoint's tensors of the method into a model that it was attached to."""
+    own = {name: p for name, p in model.named_parameters() if ".preproj." in name}
+    wrong = sorted(own.keys() ^ method.keys())
+    wrong += [n for n in own.keys() & method.keys() if own[n].shape != method[n].shape]
+    if wrong:
+        raise ValueError(
+            f"weights={str(weights)!r} hold the method, in another form than this model has it: "
+            f"{wrong[0]!r} and {len(wrong) - 1} others do not agree. Give the preproj: settings "
+            "that the checkpoint was trained with"
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(method[name])
+
+
+def _local_source(name: str, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """timm's pretrained_cfg for a local file, and the method's tensors if they are to be attached.
+
+    A timm model knows nothing of the method; `vit_preproj_*` and the like load it by themselves.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"weights={str(path)!r}: there is no such file")
     if path.suffix == ".npz":
-        return {"file": str(path), "custom_load": True}
+        return {"file": str(path), "custom_load": True}, {}
     overlay: dict[str, Any] = {"file": str(path), "custom_load": False}
     try:
         tensors = load_state_dict(str(path), device="cpu", weights_only=True)
@@ -237,13 +267,19 @@ def _local_source(name: str, path: Path) -> dict[str, Any]:
         prefix = "ema.module." if any(key.startswith("ema.") for key in own) else "model."
         tensors = {key.removeprefix(prefix): t for key, t in own.items() if key.startswith(prefix)}
         overlay = {"state_dict": tensors, "custom_load": False}
+    method: dict[str, Tensor] = {}
+    if not timm.models.model_entrypoint(name.split(".")[0]).__module__.startswith("mmpreproj."):
+        method = {key: tensor for key, tensor in tensors.items() if ".preproj." in key}
+    if method:
+        tensors = {key: tensor for key, tensor in tensors.items() if key not in method}
+        overlay = {"state_dict": tensors, "custom_load": False}
     configuration = timm.get_pretrained_cfg(name)
     classifier = getattr(configuration, "classifier", None) or ()
     for head in (classifier,) if isinstance(classifier, str) else classifier:
         weight = tensors.get(f"{head}.weight")
         if isinstance(weight, torch.Tensor):  # timm drops a head of another width by this number
             overlay["num_classes"] = weight.shape[0]
-    return overlay
+    return overlay, method
 
 
 def _hub_source(name: str) -> dict[str, Any]:
@@ -276,7 +312,7 @@ def _hub_source(name: str) -> dict[str, Any]:
         raise ConnectionError(
             f"pretrained weights of {name}: {hub_id} on {constants.ENDPOINT} {why}, and they are "
             f"not in the cache ({constants.HF_HUB_CACHE}). Download {WEIGHTS_FILES[0]} of {hub_id} "
-            "on a machine with a network and set weights: to that file, or set pretrained: false"
+            "on a machine with a network, then: --model.pretrained false --model.weights FILE"
         )
     return {}
 

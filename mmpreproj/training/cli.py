@@ -16,9 +16,10 @@ import dataclasses
 import logging
 import os
 import re
+import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class RunConfig:
 
     Args:
         root: folder of all runs.
-        name: folder of this config's runs; None is the config file's name.
+        name: folder of this config's runs; None is the config's path below configs/.
         every_n_steps: write last.ckpt after every so many optimiser steps too, for long epochs.
         test: read the reported split, once, after training.
     """
@@ -172,10 +173,12 @@ class TrainCLI(LightningCLI):
         last = None if self.resume is None else str(checkpoint_path(self.resume, "last"))
         try:
             self.trainer.fit(self.model, self.datamodule, ckpt_path=last, weights_only=True)
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit) as stop:
             folder = self.folder.folder
             if folder is not None and checkpoint_path(folder, "last").is_file():
-                print(f"\ninterrupted; to go on: train.py --resume {folder}", flush=True)
+                print(f"\ninterrupted; to go on: {sys.argv[0]} --resume {folder}", flush=True)
+            if isinstance(stop, SystemExit) and not stop.code:  # Lightning's, after SIGTERM
+                raise SystemExit(128 + signal.SIGTERM) from stop
             raise
         assert self.folder.folder is not None
         finish_run(
@@ -253,7 +256,7 @@ def find_resumed(args: Sequence[str], config: str | None, run: str | None) -> Pa
             "new run"
         )
     if run is None:
-        name = where["--run.name"] or (Path(config).stem if config else None)
+        name = where["--run.name"] or (config_name(config) if config else None)
         if name is None:
             raise ValueError("--resume needs CONFIG (its newest run is resumed) or a run folder")
         folder = newest_run(where["--run.root"] or RunConfig.root, name)
@@ -271,6 +274,33 @@ def complete(folder: Path) -> bool:
     return (folder / "record.json").is_file() and bool(read_record(folder).get("finished"))
 
 
+def config_name(path: str) -> str:
+    """What the runs of a config are called: its path below the nearest folder `configs`.
+
+    configs/vit.yaml is vit, configs/cifar10/vit.yaml cifar10-vit; elsewhere it is the file's name.
+    """
+    parts = Path(path).resolve().with_suffix("").parts
+    below = len(parts) - 1
+    if "configs" in parts[:-1]:
+        below = len(parts) - parts[::-1].index("configs")
+    return "-".join(parts[below:])
+
+
+def run_tool(main: Callable[[], Any]) -> int:
+    """Run a tool's `main`; what its user can mend is told in one line, without a traceback.
+
+    Returns: the exit status. MMPREPROJ_TRACEBACK=1 shows where an error came from.
+    """
+    try:
+        status = main()
+    except (ValueError, OSError, ImportError) as error:
+        if os.environ.get("MMPREPROJ_TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return status if isinstance(status, int) else 0
+
+
 def quieten() -> None:
     """Leave out the hints that do not apply, and Lightning's advertisements."""
     for message in NOT_APPLICABLE:
@@ -286,7 +316,7 @@ def main(args: Sequence[str] | None = None) -> Path:
     if not resume:
         if config is None and not {"--help", "-h", "--print_config"} & {a[:14] for a in args}:
             raise ValueError("which config? train.py CONFIG, such as configs/vit.yaml")
-        return TrainCLI(args, Path(config).stem if config else "run").train()
+        return TrainCLI(args, config_name(config) if config else "run").train()
     folder = find_resumed(args, config, run)
     if complete(folder):
         print(f"{folder} is complete already: see {folder / 'record.json'}", flush=True)

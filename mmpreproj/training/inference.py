@@ -104,8 +104,8 @@ def evaluate_main(args: Sequence[str] | None = None) -> Path:
     while path.exists():
         attempt += 1
         path = folder / f"{stem}-{attempt}.json"
-    write_json(path, record)
     _print_evaluation(record, path)
+    write_json(path, record)
     return path
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from timm.data.mixup import Mixup, mixup_target
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2, list_optimizers
@@ -259,7 +260,8 @@ def make_schedule(
         updates_per_epoch: ceil(batches / accumulation).
 
     Raises:
-        ValueError: if the total is unknown, or warm-up and cool-down leave no room in it.
+        ValueError: if the total is unknown, or the cool-down leaves no room in it. A warm-up that
+            does not fit is shortened, with a warning.
     """
     if config.sched == "none":
         return None
@@ -273,14 +275,20 @@ def make_schedule(
         return round(epochs * updates_per_epoch)
 
     warmup, cooldown = updates(config.warmup_epochs), updates(config.cooldown_epochs)
-    length = int(total_updates) - cooldown - (warmup if config.warmup_prefix else 0)
-    if length <= 0 or (warmup and warmup >= total_updates - cooldown):
+    room = int(total_updates) - cooldown
+    epochs = f"{total_updates / updates_per_epoch:g} epochs ({int(total_updates)} updates)"
+    if room <= 0:
         raise ValueError(
-            f"schedule: warmup_epochs={config.warmup_epochs} and cooldown_epochs="
-            f"{config.cooldown_epochs} leave nothing of a run of {int(total_updates)} updates, "
-            f"{total_updates / updates_per_epoch:g} epochs; shorten them, or raise "
-            "trainer.max_epochs"
+            f"schedule.cooldown_epochs={config.cooldown_epochs:g} leaves nothing of a run of "
+            f"{epochs}; shorten it (--model.schedule.cooldown_epochs), or raise trainer.max_epochs"
         )
+    if warmup >= room:  # a short try of a long recipe: still warm up, and then decay
+        warmup = min(room - 1, max(1, room // 10))
+        rank_zero_warn(
+            f"schedule.warmup_epochs={config.warmup_epochs:g} does not fit a run of {epochs}: the "
+            f"warm-up is shortened to {warmup} updates"
+        )
+    length = room - (warmup if config.warmup_prefix else 0)
     decay = config.decay_epochs
     fraction = decay is not None and decay < 1 and config.sched in ("wsd", "rsqrt")
     # An "epoch" of timm's factory is one update here, so that every length is a whole number.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.metadata
+import inspect
 import os
 import platform
 import shlex
@@ -41,16 +43,24 @@ def new_run_folder(root: str | os.PathLike[str], name: str, seed: int | None) ->
 
 
 def newest_run(root: str | os.PathLike[str], name: str) -> Path:
-    """The newest run folder of a config that has a last checkpoint.
+    """The newest run folder of a config.
 
     Raises:
-        FileNotFoundError: naming where it looked, if there is none.
+        FileNotFoundError: naming where it looked, if there is none, or the newest has no last
+            checkpoint: an older run is not taken in its place.
     """
     parent = Path(root) / name
-    runs = [folder for folder in parent.glob("*/") if checkpoint_path(folder, "last").is_file()]
+    runs = [path.parent for path in parent.glob("*/config.yaml")]
     if not runs:
-        raise FileNotFoundError(f"no run to resume: no */{CHECKPOINTS}/last.ckpt in {parent}")
-    return max(runs, key=lambda folder: checkpoint_path(folder, "last").stat().st_mtime)
+        raise FileNotFoundError(f"no run to resume in {parent}")
+    newest = max(runs, key=lambda folder: (folder / "config.yaml").stat().st_mtime_ns)
+    if not checkpoint_path(newest, "last").is_file():
+        older = sorted(f.name for f in runs if checkpoint_path(f, "last").is_file())
+        told = f"; to go on with an older one: --resume {parent / older[-1]}" if older else ""
+        raise FileNotFoundError(
+            f"the newest run, {newest}, ended before its first checkpoint: start it again{told}"
+        )
+    return newest
 
 
 def checkpoint_path(folder: Path, which: Which) -> Path:
@@ -143,7 +153,23 @@ def make_data(
     """A data module from {"class_path", "init_args"}, with the model's classes and input."""
     from jsonargparse import ArgumentParser
 
-    _trusted_class(spec["class_path"], LightningDataModule)
+    kind = _trusted_class(spec["class_path"], LightningDataModule)
+    known = sorted(
+        {
+            name
+            for cls in kind.__mro__[: kind.__mro__.index(LightningDataModule)]
+            for name, parameter in inspect.signature(cls.__init__).parameters.items()
+            if name != "self" and parameter.kind is not parameter.VAR_KEYWORD
+        }
+    )
+    for key in overrides:
+        if key.partition(".")[0] not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean --data.{near[0]}? " if near else ""
+            raise ValueError(
+                f"the run's data, {kind.__name__}, has no --data.{key}; {hint}it takes "
+                f"{', '.join(known)}"
+            )
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningDataModule, "data")
     init = dict(spec.get("init_args") or {})
