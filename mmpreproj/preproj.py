@@ -15,8 +15,6 @@ layer at the default expansion (a plain block has 12 d²) and leave the K/V cach
 
 Start: W_up truncated normal (std 0.02), W_down and W_skip zero. The model then equals its base bit
 for bit, and gradients still flow: W_down and W_skip move first, then W_up.
-
-Shapes: B batch, T tokens, D width of the model.
 """
 
 from __future__ import annotations
@@ -175,7 +173,7 @@ class PreProj(nn.Module):
     def forward(self, x_hat: Tensor) -> Tensor:
         """x̂ -> x̃, token by token; x̂ itself is left as it is.
 
-        Shape: x_hat [B, T, D], or any [..., D] -> the same shape and dtype.
+        Shape: x_hat [batch, tokens, D], or any [..., D] -> the same shape and dtype.
         """
         if self.up is None:
             return x_hat
