@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from mmpreproj.training import ImageClassifier, load_run
+from mmpreproj.training.callbacks import Clock
 from mmpreproj.training.cli import TrainCLI, find_resumed, main, split_arguments
 
 CONFIG = """
@@ -185,6 +186,17 @@ def test_a_resumed_run_ends_as_the_unbroken_one(finished, monkeypatch, at_step, 
     expected = json.loads((finished / "record.json").read_text())
     assert record["test"] == expected["test"]
     assert len(json.loads((moved / "environment.json").read_text())["resumed"]) == 1
+
+
+def test_the_record_tells_the_time_of_the_whole_run_not_of_its_best_epoch(monkeypatch):
+    def load_state_dict(self, state):  # as if the best checkpoint were of the very start
+        self.seconds, self.train_seconds, self.images = 0.0, 0.0, 0
+
+    monkeypatch.setattr(Clock, "load_state_dict", load_state_dict)
+    folder = main(["tiny.yaml", "--trainer.max_epochs", "1"])
+    training = json.loads((folder / "record.json").read_text())["training"]
+    seen = training["images_per_second"] * training["train_seconds"]
+    assert seen == pytest.approx(6 * 32) and training["seconds"] >= training["train_seconds"] > 0
 
 
 def test_without_a_validation_part_the_last_epoch_is_the_best(tmp_path):

@@ -65,9 +65,15 @@ def finish_run(
     if not isinstance(module, ImageClassifier):
         return
     chosen = _choose(trainer, module, best)
-    speed = clock.images_per_second(trainer.world_size)
+    # The test loads the best checkpoint, with the clock and the history as they were at its epoch;
+    # what is told is the whole run.
+    training = {
+        "seconds": clock.seconds,
+        "train_seconds": clock.train_seconds,
+        "images_per_second": clock.images_per_second(trainer.world_size),
+        "processes": trainer.world_size,
+    }
     history, updates = module.history, trainer.global_step
-    # The best checkpoint's history ends at its epoch; the curves show the whole run.
     if test:
         trainer.test(module, data, ckpt_path=chosen["file"], weights_only=True, verbose=False)
         module.history = history
@@ -98,12 +104,7 @@ def finish_run(
         },
         "epochs": len(history),
         "updates": updates,
-        "training": {
-            "seconds": clock.seconds,
-            "train_seconds": clock.train_seconds,
-            "images_per_second": speed,
-            "processes": trainer.world_size,
-        },
+        "training": training,
         "parameters": build.parameter_counts(reported.model) if reported else None,
         "peak_bytes": peak_memory(),
         "skip_strength": rows,
