@@ -36,10 +36,11 @@ def skip_strength(model: nn.Module, images: Tensor | None = None) -> list[dict[s
     Returns:
         Rows {"layer", "name", "dim", "weight", "activation"}; `layer` counts sites from 0.
     """
-    sites = {name: m for name, m in preproj_modules(model).items() if m.skip is not None}
+    modules = preproj_modules(model)
+    sites = {name: m for name, m in modules.items() if m.skip is not None}
     ratios = _activation_ratios(model, sites, images) if images is not None and sites else {}
     rows = []
-    for layer, name in enumerate(preproj_modules(model)):
+    for layer, name in enumerate(modules):
         if name not in sites:
             continue
         matrix = sites[name].skip_matrix().detach().float()

@@ -161,6 +161,13 @@ def _create(
         **sizes,
         **kwargs,
     }
+    given = kwargs.get("pretrained_cfg") or kwargs.get("pretrained_cfg_overlay")
+    base = default_cfgs[variant].default.hf_hub_id
+    if pretrained and not given and not base:
+        raise RuntimeError(
+            f"{variant} has no pretrained weights: timm's RoPE models start at small. Use "
+            "pretrained=False, or vit_preproj_small, _base or _large"
+        )
     feature_cfg = {"out_indices": arguments.pop("out_indices", 3), "feature_cls": "getter"}
     try:
         return build_model_with_cfg(
@@ -172,7 +179,6 @@ def _create(
             **arguments,
         )
     except FileNotFoundError as error:  # what huggingface_hub raises where it cannot be reached
-        base = default_cfgs[variant].default.hf_hub_id
         raise RuntimeError(
             f"the pretrained weights of {variant} ({base}) are not here and could not be fetched. "
             "With the file at hand: timm.create_model(..., pretrained=True, "
@@ -183,12 +189,6 @@ def _create(
 @register_model
 def vit_preproj_tiny(pretrained: bool = False, **kwargs: Any) -> torch.nn.Module:
     """ViT-Ti/16 with the method. There are no pretrained weights to start it from."""
-    given = kwargs.get("pretrained_cfg") or kwargs.get("pretrained_cfg_overlay")
-    if pretrained and not given:
-        raise RuntimeError(
-            "vit_preproj_tiny has no pretrained weights: timm's RoPE models start at small. Use "
-            "pretrained=False, or vit_preproj_small, _base or _large"
-        )
     sizes = {"embed_dim": 192, "depth": 12, "num_heads": 3}
     return _create("vit_preproj_tiny", pretrained, sizes, **kwargs)
 

@@ -138,7 +138,7 @@ class ImageDataModule(LightningDataModule):
         if self.data_config is None:
             raise ValueError(
                 "the data do not know the model's input yet: set data_config = "
-                "timm.data.resolve_model_data_config(model) on the data module before asking for "
+                "mmpreproj.training.build.input_config(model) on the data module before asking for "
                 "loaders or transforms"
             )
         return resolve_data_config(self.data_config, **self.overrides)

@@ -58,7 +58,7 @@ class LabelledImages(Dataset):
         self.channels = channels
         self.bad_images = bad_images
         # One flag an image in shared memory: workers on either side of a fork or spawn set the same
-        # flags, and setting # one twice does no harm, so this needs no lock and counts files, not
+        # flags, and setting one twice does no harm, so this needs no lock and counts files, not
         # attempts.
         self.bad = torch.zeros(len(indices), dtype=torch.uint8).share_memory_()
 

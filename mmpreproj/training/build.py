@@ -22,10 +22,8 @@ from torch import Tensor, nn
 import mmpreproj
 from mmpreproj.preproj import PreProjConfig
 
-WEIGHTS_FILES = (
-    "model.safetensors",
-    "pytorch_model.bin",
-)  # what timm looks for in a hub repository
+# What timm looks for in a hub repository
+WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def build_model(
@@ -105,15 +103,11 @@ def freeze(model: nn.Module) -> None:
         ValueError: if nothing would be left to train.
     """
     heads = classifier_names(model)
-    if mmpreproj.preproj_modules(model):
-        mmpreproj.freeze_base(model, also=heads)
-        return
-    if not heads:
+    if not heads and not mmpreproj.preproj_modules(model):
         raise ValueError(
             f"freeze_base on {type(model).__name__}: it has no classifier and no preproj= to train"
         )
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(any(name.startswith(f"{head}.") for head in heads))
+    mmpreproj.freeze_base(model, also=heads)
 
 
 def set_frozen_modes(model: nn.Module) -> None:
