@@ -75,7 +75,7 @@ def test_three_channels_repeat_the_grey_one():
 
 def test_shift_moves_ink_by_the_stated_part_of_the_side():
     # At a shift of exactly +-25 % of 16 px the centre of mass moves by 4 px or less
-    from mmpreproj.data.digits import resample
+    from mmpreproj.data.image.digits import resample
 
     pixels = torch.zeros(64, 1, 8, 8)
     pixels[:, 0, 3:5, 3:5] = 1

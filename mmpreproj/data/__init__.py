@@ -1,12 +1,19 @@
-"""Image data: digits (the default, no download), class folders, and what timm's readers open."""
+"""Data modules by kind of data. What is imported here needs Lightning; each kind's own packages are
+imported with it."""
 
-from mmpreproj.data.base import ImageDataModule
-from mmpreproj.data.digits import DigitsAugment, DigitsDataModule
-from mmpreproj.data.folders import FolderSource, ImageFolderDataModule
-from mmpreproj.data.images import UnreadableImage, load_image, to_channels
+from mmpreproj.data.image import (
+    AugmentConfig,
+    DigitsAugment,
+    DigitsDataModule,
+    FolderSource,
+    ImageDataModule,
+    ImageFolderDataModule,
+    TimmDataModule,
+    UnreadableImage,
+    load_image,
+    to_channels,
+)
 from mmpreproj.data.splits import stratified_holdout
-from mmpreproj.data.timm_readers import TimmDataModule
-from mmpreproj.data.transforms import AugmentConfig
 
 __all__ = [
     "AugmentConfig",

@@ -18,7 +18,7 @@ from lightning.pytorch import Trainer
 
 from mmpreproj.analysis.records import write_json
 from mmpreproj.data import UnreadableImage, load_image
-from mmpreproj.data.transforms import EvalTransform
+from mmpreproj.data.image.transforms import EvalTransform
 from mmpreproj.training.cli import quieten
 from mmpreproj.training.image import ImageClassifier
 from mmpreproj.training.report import class_rows, metrics_of, percent, print_table

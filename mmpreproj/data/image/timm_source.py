@@ -8,7 +8,7 @@ from timm.data.dataset import ImageDataset
 from torch.utils.data import Dataset
 from torchvision.datasets import DatasetFolder
 
-from mmpreproj.data.images import UnreadableImage, load_image, to_channels
+from mmpreproj.data.image.files import UnreadableImage, load_image, to_channels
 
 CANNOT_READ = (OSError, SyntaxError, Image.DecompressionBombError)
 

@@ -6,8 +6,13 @@ import torch
 from timm.data.random_erasing import RandomErasing
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from mmpreproj.data.image.transforms import (
+    AugmentConfig,
+    EvalTransform,
+    normalize,
+    resolve_data_config,
+)
 from mmpreproj.data.sampling import EpochSampler, RepeatedAugmentation, run_seed
-from mmpreproj.data.transforms import AugmentConfig, EvalTransform, normalize, resolve_data_config
 
 try:
     from lightning import LightningDataModule

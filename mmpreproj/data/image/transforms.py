@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from timm.data import create_transform
 
-from mmpreproj.data.images import mode_of, to_channels
+from mmpreproj.data.image.files import mode_of, to_channels
 
 
 @dataclasses.dataclass

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from mmpreproj.data.images import UnreadableImage
+from mmpreproj.data.image.files import UnreadableImage
 from mmpreproj.data.sampling import seeded
 from mmpreproj.data.targets import PADDING, unreadable
 

@@ -9,8 +9,8 @@ import numpy as np
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from mmpreproj.data.images import load_image
-from mmpreproj.data.sources import SourceDataModule
+from mmpreproj.data.image.files import load_image
+from mmpreproj.data.image.sources import SourceDataModule
 
 EXTENSIONS = frozenset(IMG_EXTENSIONS)
 TEST_NAMES = ("val", "validation", "test")

@@ -9,11 +9,11 @@ from timm.data import create_dataset
 from timm.data.dataset import IterableImageDataset
 from torch.utils.data import Dataset, IterableDataset
 
-from mmpreproj.data.images import to_channels
+from mmpreproj.data.image.files import to_channels
+from mmpreproj.data.image.sources import SourceDataModule, refuse_shared
+from mmpreproj.data.image.timm_source import TimmSource, class_names
+from mmpreproj.data.image.transforms import pixel_transform, train_transform
 from mmpreproj.data.sampling import run_seed
-from mmpreproj.data.sources import SourceDataModule, refuse_shared
-from mmpreproj.data.timm_source import TimmSource, class_names
-from mmpreproj.data.transforms import pixel_transform, train_transform
 
 
 class Stream(IterableDataset):

@@ -6,11 +6,17 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from mmpreproj.data.base import ImageDataModule
-from mmpreproj.data.datasets import BadImages, EvalImages, ImageSource, LabelledImages, TrainImages
+from mmpreproj.data.image.base import ImageDataModule
+from mmpreproj.data.image.datasets import (
+    BadImages,
+    EvalImages,
+    ImageSource,
+    LabelledImages,
+    TrainImages,
+)
+from mmpreproj.data.image.transforms import AugmentConfig, pixel_transform, train_transform
 from mmpreproj.data.sampling import run_seed
 from mmpreproj.data.splits import stratified_holdout
-from mmpreproj.data.transforms import AugmentConfig, pixel_transform, train_transform
 
 
 class SourceDataModule(ImageDataModule):

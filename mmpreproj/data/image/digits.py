@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch.utils.data import Dataset
 
-from mmpreproj.data.base import ImageDataModule
-from mmpreproj.data.images import to_channels
+from mmpreproj.data.image.base import ImageDataModule
+from mmpreproj.data.image.files import to_channels
 from mmpreproj.data.sampling import run_seed, seeded
 from mmpreproj.data.splits import stratified_holdout
 from mmpreproj.data.targets import PADDING
