@@ -155,10 +155,15 @@ class LastCheckpoint(RunCheckpoint):
 
 
 class BestCheckpoint(RunCheckpoint):
-    """best.ckpt: highest top-1 of validation; of equal ones, the one with the lower loss."""
+    """best.ckpt: the best by a figure of validation; of equal ones, the one with the lower loss.
 
-    def __init__(self) -> None:
-        super().__init__("best", monitor="val/top1", mode="max", save_on_train_epoch_end=True)
+    Args:
+        monitor: the figure, and "max" or "min".
+    """
+
+    def __init__(self, monitor: tuple[str, str] = ("val/top1", "max")) -> None:
+        name, mode = monitor
+        super().__init__("best", monitor=name, mode=mode, save_on_train_epoch_end=True)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         every = trainer.check_val_every_n_epoch
@@ -223,7 +228,7 @@ class Reproducible(Callback):
 
 
 class Clock(Callback):
-    """Seconds of training (validation beside it, the test not in it) and images a second.
+    """Seconds of training (validation beside it, the test not in it) and how much a second.
 
     It goes on where it was in a resumed run. A second of waiting for data is one of training.
     """
@@ -231,7 +236,7 @@ class Clock(Callback):
     def __init__(self) -> None:
         self.seconds = 0.0  # all of fit
         self.train_seconds = 0.0  # of it, training epochs without validation
-        self.images = 0  # read by this process in those
+        self.items = 0  # read by this process in those, in what the module counts
         self._fit = self._epoch = self._val = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -243,7 +248,7 @@ class Clock(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.images += len(batch[1])
+        self.items += pl_module.count(batch)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._val_start = time.perf_counter()
@@ -261,18 +266,18 @@ class Clock(Callback):
         self.seconds += time.perf_counter() - self._fit
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("seconds", "train_seconds", "images")
+        names = ("seconds", "train_seconds", "items")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name, value in state_dict.items():
             setattr(self, name, value)
 
-    def images_per_second(self, processes: int = 1) -> float | None:
+    def per_second(self, processes: int = 1) -> float | None:
         """Over all processes; None before the first epoch is through."""
         if self.train_seconds <= 0:
             return None
-        return self.images * processes / self.train_seconds
+        return self.items * processes / self.train_seconds
 
 
 def peak_memory() -> dict[str, int | None]:
@@ -303,7 +308,7 @@ class EpochLines(Callback):
         row = pl_module.history[-1]
         total = "" if (trainer.max_epochs or -1) < 0 else f"/{trainer.max_epochs}"
         parts = [f"epoch {row['epoch'] + 1}{total}"]
-        for name in ("train/loss", "val/loss", "val/top1", "lr"):
-            if row.get(name) is not None:
+        for name in ("train/loss", "val/loss", pl_module.monitor[0], "lr"):
+            if row.get(name) is not None and f"{name} " not in " ".join(parts):
                 parts.append(f"{name} {row[name]:.4g}")
         print("  ".join(parts), flush=True)

@@ -135,7 +135,7 @@ class TrainCLI(LightningCLI):
             self.parser.dump(self.config, skip_unset=False),
             self.resume,
         )
-        self.clock, self.best = Clock(), BestCheckpoint()
+        self.clock, self.best = Clock(), BestCheckpoint(self.model.monitor)
         callbacks = [self.folder, Reproducible(self.seed), self.clock]
         progress = given.enable_progress_bar
         if progress is None:

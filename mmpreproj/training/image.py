@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from timm.utils import ModelEmaV3
-from torch import Tensor, nn
-from torchmetrics import SumMetric
+from torch import Tensor
 
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.training import build
-from mmpreproj.training.metrics import EvaluationMetrics
+from mmpreproj.training.metrics import EvaluationMetrics, class_rows, metrics_of, percent
+from mmpreproj.training.module import TrainedModule
 from mmpreproj.training.recipe import (
     MixConfig,
     Mixer,
@@ -22,16 +18,13 @@ from mmpreproj.training.recipe import (
     ScheduleConfig,
     as_config,
     make_loss,
-    make_optimizer,
-    make_schedule,
 )
 
-SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 EXAMPLES = 32  # evaluation images kept for the skip's strength on activations
 OPTIMIZER, SCHEDULE, MIX = OptimizerConfig(), ScheduleConfig(), MixConfig()
 
 
-class ImageClassifier(LightningModule):
+class ImageClassifier(TrainedModule):
     """Trains and evaluates a timm model on the images of the trainer's data module.
 
     Training minimises timm's loss for the settings; evaluation reports top-1, top-5 (above five
@@ -115,20 +108,8 @@ class ImageClassifier(LightningModule):
             "compile": compile,
         }
         self.save_hyperparameters(plain, logger=False)
-        self.model: nn.Module | None = None
-        self.ema: ModelEmaV3 | None = None
         self.mixer: Mixer | None = None
         self.classes: list[str] | None = None
-        self.data_config: dict[str, Any] | None = None
-        self.run_info: dict[str, Any] = {}  # the tool's: what load_run needs beside the weights
-        self.history: list[dict[str, Any]] = []  # one row an epoch, for the learning curves
-        self.test_result: dict[str, Any] | None = None
-        self.examples: Tensor | None = None
-        self.train_loss = SumMetric(nan_strategy="disable")  # times n, so that n weighs it
-        self.train_n = SumMetric(nan_strategy="disable")
-        self._loss_sum: Tensor | None = None
-        self._loss_n = 0
-        self._val_result: dict[str, Any] | None = None
 
     # ---- building -------------------------------------------------------------------------------
 
@@ -168,15 +149,8 @@ class ImageClassifier(LightningModule):
 
     def _build(self, num_classes: int) -> None:
         h = self.hparams
-        trainer = self._trainer
-        strategy = type(trainer.strategy).__name__ if trainer is not None else ""
-        if h.ema_decay is not None and strategy in SHARDED:
-            raise ValueError(
-                f"ema_decay={h.ema_decay} does not work with {strategy}, which splits the weights "
-                "over processes; set ema_decay: null, or trainer.strategy: ddp"
-            )
-        # A checkpoint that will be loaded over the weights makes the starting weights pointless.
-        resumes = trainer is not None and getattr(trainer, "ckpt_path", None) is not None
+        self.check_average()
+        resumes = self.resumes()
         model = build.build_model(
             h.model,
             num_classes,
@@ -192,9 +166,7 @@ class ImageClassifier(LightningModule):
                 raise ValueError(f"grad_checkpointing: {h.model} does not support it")
             model.set_grad_checkpointing(True)
         self.model = model
-        if h.ema_decay is not None:
-            self.ema = ModelEmaV3(model, decay=h.ema_decay, use_warmup=h.ema_warmup)
-            self.ema.requires_grad_(False)
+        self.start_average()
         if h.compile:
             model.compile()
         h.num_classes = num_classes
@@ -205,68 +177,16 @@ class ImageClassifier(LightningModule):
         self.test_metrics = EvaluationMetrics(num_classes, per_class=True)
         self.train(self.training)
 
-    def _data(self) -> Any:
-        return None if self._trainer is None else getattr(self._trainer, "datamodule", None)
-
     @property
     def num_classes(self) -> int | None:
         """Classes that the model tells apart; None before it is built."""
         return self.hparams.num_classes
-
-    @property
-    def evaluated(self) -> nn.Module:
-        """The model that evaluation uses: the moving average where there is one."""
-        assert self.model is not None, "configure_model has not run"
-        return self.model if self.ema is None else self.ema.module
-
-    @property
-    def evaluated_weights(self) -> str:
-        """ "ema" or "model": whose weights evaluation uses."""
-        return "model" if self.ema is None else "ema"
-
-    def train(self, mode: bool = True) -> ImageClassifier:
-        """As in torch, but what is frozen stays in eval mode, and so does the moving average."""
-        super().train(mode)
-        if self.model is not None:
-            if mode and self.hparams.freeze_base:
-                build.set_frozen_modes(self.model)
-            if self.ema is not None:
-                self.ema.eval()
-        return self
 
     def forward(self, images: Tensor) -> Tensor:
         """Shape: images [B, C, H, W] -> logits [B, num_classes]; in eval mode by `evaluated`."""
         return (self.model if self.training else self.evaluated)(images)
 
     # ---- training -------------------------------------------------------------------------------
-
-    def configure_optimizers(self) -> Any:
-        optimizer = make_optimizer(self.model, self.optimizer_config)
-        trainer = self.trainer
-        total = trainer.estimated_stepping_batches  # makes the loader, whose length is read below
-        batches = trainer.num_training_batches
-        per_epoch = 1
-        if math.isfinite(batches):
-            per_epoch = max(1, math.ceil(batches / trainer.accumulate_grad_batches))
-        schedule = make_schedule(optimizer, self.schedule_config, total, per_epoch)
-        if schedule is None:
-            return optimizer
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 1},
-        }
-
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """timm's schedulers take the number of updates done, which a resumed run knows too."""
-        scheduler.step_update(num_updates=self.trainer.global_step)
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        super().optimizer_step(*args, **kwargs)
-        if self.ema is not None:  # here, not at the batch's end: accumulation steps more rarely
-            self.ema.update(self.model, step=self.trainer.global_step + 1)
-
-    def on_fit_start(self) -> None:
-        self.train()
 
     def on_train_epoch_start(self) -> None:
         if self.mixer is not None:
@@ -278,43 +198,8 @@ class ImageClassifier(LightningModule):
         if self.mixer is not None:
             images, targets = self.mixer(images, targets)
         loss = self.criterion(self.model(images), targets)
-        # Sums stay on the device: reading a number every step would make the host wait for it.
-        seen = loss.detach() * n
-        self._loss_sum = seen if self._loss_sum is None else self._loss_sum + seen
-        self._loss_n += n
-        if batch_idx % max(1, self.trainer.log_every_n_steps) == 0:
-            self.log("loss", loss.detach(), prog_bar=True, logger=False)
+        self.count_loss(loss, n, batch_idx)
         return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        trainer = self.trainer
-        every = trainer.log_every_n_steps
-        stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if every and stepped and trainer.global_step % every == 0 and trainer.is_global_zero:
-            values = {"train/loss_step": float(outputs["loss"]), "lr": self.learning_rate()}
-            for logger in self.loggers:
-                logger.log_metrics(values, step=trainer.global_step)
-
-    def learning_rate(self) -> float:
-        """The highest rate among the parameter groups, as of the next update."""
-        return max(group["lr"] for group in self.trainer.optimizers[0].param_groups)
-
-    def on_train_epoch_end(self) -> None:
-        if self._loss_sum is not None:
-            self.train_loss.update(self._loss_sum)
-        self.train_n.update(self._loss_n)
-        self._loss_sum, self._loss_n = None, 0
-        n = int(self.train_n.compute())
-        loss = float(self.train_loss.compute()) / n if n else math.nan
-        self.train_n.reset()
-        self.train_loss.reset()
-        if not math.isfinite(loss):
-            rank_zero_warn(f"the training loss of epoch {self.current_epoch} is {loss}")
-        self.log_dict({"train/loss": loss, "train/n": float(n)}, sync_dist=True)
-        row = {"epoch": self.current_epoch, "lr": self.learning_rate(), "train/n": n}
-        row["train/loss"] = loss if math.isfinite(loss) else None
-        self.history.append(row | {f"val/{k}": v for k, v in (self._val_result or {}).items()})
-        self._val_result = None
 
     # ---- evaluation -----------------------------------------------------------------------------
 
@@ -352,41 +237,40 @@ class ImageClassifier(LightningModule):
                 metric.reset()
         return result
 
-    # ---- checkpoints ----------------------------------------------------------------------------
+    # ---- checkpoints and records ----------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        hyper = dict(checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {}))
-        started = {key: hyper.get(key) for key in ("pretrained", "weights")}
+        super().on_save_checkpoint(checkpoint)
         # The checkpoint's own weights replace those it started from: nothing is fetched again.
+        hyper = checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]
+        started = {key: hyper.get(key) for key in ("pretrained", "weights")}
         hyper.update(pretrained=False, weights=None)
-        checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = hyper
-        checkpoint["mmpreproj"] = {
-            "classes": self.classes,
-            "data_config": self.data_config,
-            "history": self.history,
-            "started_from": started,
-            **self.run_info,
-        }
+        checkpoint["mmpreproj"]["started_from"] = started
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        own = checkpoint.get("mmpreproj") or {}
-        saved = own.get("classes")
+    def saved_facts(self) -> dict[str, Any]:
+        return {"classes": self.classes}
+
+    def load_facts(self, facts: dict[str, Any]) -> None:
+        saved = facts.get("classes")
         if saved and self.classes and list(saved) != self.classes:
             raise ValueError(
                 f"the checkpoint's classes are {build.some(saved)}, the data's "
                 f"{build.some(self.classes)}"
             )
         self.classes = saved or self.classes
-        self.data_config = own.get("data_config") or self.data_config
-        self.history = [dict(row) for row in own.get("history") or []]
 
-    def summary(self) -> str:
-        """One line about the model, for the start of a run."""
-        counts = build.parameter_counts(self.model)
-        parts = [f"{counts['total']:,} parameters", f"{counts['new']:,} new"]
-        if counts["trainable"] != counts["total"]:
-            parts.append(f"{counts['trainable']:,} trained")
-        return f"{self.hparams.model}: {', '.join(parts)}"
+    def data_spec(self, init: dict[str, Any]) -> dict[str, Any]:
+        # The training mapping: a folder of other classes must not renumber it.
+        return {**init, "classes": self.classes} if "classes" in init else init
 
-    def on_train_start(self) -> None:
-        rank_zero_info(self.summary())
+    def facts(self) -> dict[str, Any]:
+        return super().facts() | {"per_class": class_rows(self.test_result, self.classes)}
+
+    def metrics(self, result: dict[str, Any] | None) -> dict[str, Any] | None:
+        return metrics_of(result)
+
+    def headline(self, metrics: dict[str, Any]) -> list[list[str]]:
+        return [
+            ["test top-1 (95 % interval)", percent(metrics.get("top1"))],
+            ["test top-5", percent(metrics.get("top5"))],
+        ]

@@ -21,7 +21,8 @@ from mmpreproj.data import UnreadableImage, load_image
 from mmpreproj.data.image.transforms import EvalTransform
 from mmpreproj.training.cli import quieten
 from mmpreproj.training.image import ImageClassifier
-from mmpreproj.training.report import class_rows, metrics_of, percent, print_table
+from mmpreproj.training.metrics import percent
+from mmpreproj.training.report import print_table
 from mmpreproj.training.runs import environment, find_checkpoint, load_run
 
 DRAWN = 64  # more pictures than this are listed but not drawn
@@ -70,12 +71,10 @@ def evaluate(
     if not result or not result.get("n"):
         raise ValueError(f"the test part is empty: {data.describe()}")
     record = {
-        "model": module.hparams.model,
+        **module.facts(),
         "checkpoint": module.loaded,
         "data": data.describe() if hasattr(data, "describe") else {"name": type(data).__name__},
-        "input": module.data_config,
-        "test": metrics_of(result),
-        "per_class": class_rows(result, module.classes),
+        "test": module.metrics(result),
         "seconds": seconds,
         "environment": environment(None, str(trainer.strategy.root_device)),
     }

@@ -6,6 +6,7 @@ unreadable images, which count as wrong and are left out of the loss.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from torchmetrics import MeanMetric, Metric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassStatScores
 
+from mmpreproj.analysis.records import proportion
 from mmpreproj.data.targets import decode
 
 
@@ -104,3 +106,43 @@ class EvaluationMetrics(nn.Module):
         """Forget everything."""
         for metric in self.children():
             metric.reset()
+
+
+def metrics_of(result: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A `test_result` as records hold it: proportions with interval, loss with its n."""
+    if not result or not result.get("n"):
+        return None
+    found: dict[str, Any] = {"top1": proportion(result["correct"], result["n"])}
+    if result.get("top5") is not None:
+        found["top5"] = proportion(round(result["top5"] * result["n"]), result["n"])
+    loss = result.get("loss")
+    found["loss"] = {
+        "value": loss if loss is not None and math.isfinite(loss) else None,
+        "n": result["n_loss"],
+    }
+    return found
+
+
+def class_rows(
+    result: dict[str, Any] | None, classes: list[str] | None
+) -> list[dict[str, Any]] | None:
+    """One row a class: name, n, correct, accuracy and interval (None where there is no image).
+
+    Without a result, None.
+    """
+    if not result:
+        return None
+    counts = list(zip(result["class_correct"], result["class_n"], strict=True))
+    names = classes or [str(index) for index in range(len(counts))]
+    return [
+        {"class": name, **proportion(correct, n)}
+        for name, (correct, n) in zip(names, counts, strict=True)
+    ]
+
+
+def percent(figure: dict[str, Any] | None) -> str:
+    """`98.15 %  [96.6, 99.0]  n = 540`, or a dash where there is none."""
+    if not figure or figure["value"] is None:
+        return "–"
+    low, high = figure["interval95"]
+    return f"{figure['value']:.2%}  [{low:.2%}, {high:.2%}]  n = {figure['n']:,}"

@@ -3,50 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from torch import Tensor
+from lightning.pytorch import LightningDataModule, Trainer
 
 import mmpreproj
-from mmpreproj.analysis.records import proportion, write_json
+from mmpreproj.analysis.records import write_json
 from mmpreproj.analysis.skip import skip_strength, write_csv
 from mmpreproj.training import build
 from mmpreproj.training.callbacks import BestCheckpoint, Clock, peak_memory
-from mmpreproj.training.image import ImageClassifier
+from mmpreproj.training.module import TrainedModule
 from mmpreproj.training.runs import environment, load_run
-
-
-def metrics_of(result: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A `test_result` as records hold it: proportions with interval, loss with its n."""
-    if not result or not result.get("n"):
-        return None
-    found: dict[str, Any] = {"top1": proportion(result["correct"], result["n"])}
-    if result.get("top5") is not None:
-        found["top5"] = proportion(round(result["top5"] * result["n"]), result["n"])
-    loss = result.get("loss")
-    found["loss"] = {
-        "value": loss if loss is not None and math.isfinite(loss) else None,
-        "n": result["n_loss"],
-    }
-    return found
-
-
-def class_rows(result: dict[str, Any], classes: list[str] | None) -> list[dict[str, Any]]:
-    """One row a class: name, n, correct, accuracy and interval (None where there is no image)."""
-    counts = list(zip(result["class_correct"], result["class_n"], strict=True))
-    names = classes or [str(index) for index in range(len(counts))]
-    return [
-        {"class": name, **proportion(correct, n)}
-        for name, (correct, n) in zip(names, counts, strict=True)
-    ]
 
 
 def finish_run(
     trainer: Trainer,
-    module: LightningModule,
+    module: TrainedModule,
     data: LightningDataModule,
     folder: Path,
     best: BestCheckpoint,
@@ -62,15 +35,13 @@ def finish_run(
         best, clock: the callbacks that watched the run.
         test: read the reported split.
     """
-    if not isinstance(module, ImageClassifier):
-        return
     chosen = _choose(trainer, module, best)
     # The test loads the best checkpoint, with the clock and the history as they were at its epoch;
     # what is told is the whole run.
     training = {
         "seconds": clock.seconds,
         "train_seconds": clock.train_seconds,
-        "images_per_second": clock.images_per_second(trainer.world_size),
+        f"{module.counted}_per_second": clock.per_second(trainer.world_size),
         "processes": trainer.world_size,
     }
     history, updates = module.history, trainer.global_step
@@ -80,7 +51,7 @@ def finish_run(
     if not trainer.is_global_zero:
         return
     reported = _reported(chosen["file"], module)
-    rows = skip_strength(reported.evaluated.float(), _examples(module)) if reported else []
+    rows = skip_strength(reported.evaluated.float(), module.examples_float()) if reported else []
     values = [row[name] for row in history for name in ("val/n",) if row.get(name)]
     at_best = next((row for row in history if row["epoch"] == chosen["epoch"]), None)
     record = {
@@ -88,15 +59,13 @@ def finish_run(
         "name": folder.parent.name,
         "run": folder.name,
         "seed": seed,
-        "model": module.hparams.model,
+        **module.facts(),
         "data": data.describe() if hasattr(data, "describe") else {"name": type(data).__name__},
-        "input": module.data_config,
         "checkpoint": {**chosen, "file": chosen["file"] and Path(chosen["file"]).name},
-        "test": metrics_of(module.test_result),
-        "per_class": class_rows(module.test_result, module.classes) if module.test_result else None,
+        "test": module.metrics(module.test_result),
         "validation": None
         if at_best is None or not at_best.get("val/n")
-        else metrics_of({key[4:]: v for key, v in at_best.items() if key.startswith("val/")}),
+        else module.metrics({key[4:]: v for key, v in at_best.items() if key.startswith("val/")}),
         "n": {
             "train": history[-1]["train/n"] if history else None,
             "val": values[-1] if values else None,
@@ -113,10 +82,11 @@ def finish_run(
     }
     write_json(folder / "record.json", record)
     _plots(folder, module, history, rows)
-    print_summary(record, folder)
+    module.finish(folder, reported, data)
+    print_summary(record, folder, module.headline(record["test"] or {}))
 
 
-def _reported(file: str | None, module: ImageClassifier) -> ImageClassifier | None:
+def _reported(file: str | None, module: TrainedModule) -> TrainedModule | None:
     """The model whose figures are reported, whole and on the CPU, however training split it."""
     if file is None:
         return module.cpu()
@@ -126,20 +96,19 @@ def _reported(file: str | None, module: ImageClassifier) -> ImageClassifier | No
         return None
 
 
-def _examples(module: ImageClassifier) -> Tensor | None:
-    return None if module.examples is None else module.examples.float()  # may be in half precision
-
-
-def _choose(trainer: Trainer, module: ImageClassifier, best: BestCheckpoint) -> dict[str, Any]:
+def _choose(trainer: Trainer, module: TrainedModule, best: BestCheckpoint) -> dict[str, Any]:
     """Which checkpoint is reported, and why."""
     facts: dict[str, Any] = {"weights": module.evaluated_weights}
+    monitor, mode = module.monitor
+    name = monitor.replace("/", "_")
     if best.best_model_path:
         score = float(best.best_model_score)
+        tie = "" if monitor == "val/loss" else ", of equal ones the lowest val/loss"
         return facts | {
             "which": "best",
-            "why": "highest val/top1, of equal ones the lowest val/loss",
+            "why": f"{'highest' if mode == 'max' else 'lowest'} {monitor}{tie}",
             "epoch": best.best_epoch,
-            "val_top1": score,
+            name: score,
             "file": best.best_model_path,
         }
     why = "there is no validation part, so the last epoch is the best known"
@@ -148,14 +117,14 @@ def _choose(trainer: Trainer, module: ImageClassifier, best: BestCheckpoint) -> 
         "which": "last",
         "why": why,
         "epoch": len(module.history) - 1 if module.history else None,
-        "val_top1": None,
+        name: None,
         "file": next((path for path in last if path), None),
     }
 
 
 def _plots(
     folder: Path,
-    module: ImageClassifier,
+    module: TrainedModule,
     history: list[dict[str, Any]],
     rows: list[dict[str, Any]],
 ) -> None:
@@ -172,14 +141,6 @@ def _plots(
         n = None if module.examples is None else len(module.examples)
         path = folder / "skip_strength.png"
         plots.skip_by_layer(rows, path, f"Content skip by layer: {title}", n)
-
-
-def percent(figure: dict[str, Any] | None) -> str:
-    """`98.15 %  [96.6, 99.0]  n = 540`, or a dash where there is none."""
-    if not figure or figure["value"] is None:
-        return "–"
-    low, high = figure["interval95"]
-    return f"{figure['value']:.2%}  [{low:.2%}, {high:.2%}]  n = {figure['n']:,}"
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -200,15 +161,13 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     Console().print(table)
 
 
-def print_summary(record: dict[str, Any], folder: Path) -> None:
+def print_summary(record: dict[str, Any], folder: Path, headline: list[list[str]]) -> None:
     """What a run came to, on one screen."""
     chosen, training = record["checkpoint"], record["training"]
-    test = record["test"] or {}
     epoch = "–" if chosen["epoch"] is None else str(chosen["epoch"] + 1)
     which = f"{chosen['which']} ({chosen['weights']} weights, epoch {epoch} of {record['epochs']})"
     rows = [
-        ["test top-1 (95 % interval)", percent(test.get("top1"))],
-        ["test top-5", percent(test.get("top5"))],
+        *headline,
         ["weights", which],
         ["parameters", _parameters(record["parameters"])],
         ["training", _training(training)],
@@ -218,8 +177,9 @@ def print_summary(record: dict[str, Any], folder: Path) -> None:
 
 
 def _training(training: dict[str, Any]) -> str:
-    speed = training["images_per_second"]
-    return f"{training['seconds']:.1f} s" + ("" if speed is None else f", {speed:,.0f} images/s")
+    seconds = f"{training['seconds']:.1f} s"
+    speeds = [(k, v) for k, v in training.items() if k.endswith("_per_second") and v is not None]
+    return seconds + "".join(f", {v:,.0f} {k.removesuffix('_per_second')}/s" for k, v in speeds)
 
 
 def _parameters(counts: dict[str, int] | None) -> str:

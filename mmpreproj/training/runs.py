@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 
 import mmpreproj
-from mmpreproj.training.image import ImageClassifier
+from mmpreproj.training.module import TrainedModule
 
 CHECKPOINTS = "checkpoints"
 PACKAGES = ("timm", "lightning", "torchmetrics", "numpy")
@@ -97,7 +97,7 @@ def load_run(
     path: str | os.PathLike[str],
     which: Which = "best",
     overrides: Mapping[str, Any] | None = None,
-) -> tuple[ImageClassifier, LightningDataModule | None]:
+) -> tuple[TrainedModule, LightningDataModule | None]:
     """The trained model of a run, in eval mode on the CPU, and its data module, not set up yet.
 
     Nothing but the checkpoint is read, and no code in it is run. `module.loaded` says which file,
@@ -119,17 +119,18 @@ def load_run(
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         own, hyper = checkpoint["mmpreproj"], checkpoint["hyper_parameters"]
+        own["model"]["class_path"]
     except FileNotFoundError:
         raise
     except Exception as error:
         raise ValueError(
             f"{file} is not a checkpoint of mmpreproj.training ({type(error).__name__}: {error})"
         ) from error
-    kind = _trusted_class((own.get("model") or {}).get("class_path"), ImageClassifier)
+    kind = _trusted_class(own["model"]["class_path"], TrainedModule)
     module = kind(**{**hyper, "compile": False})
     module.configure_model()
     module.on_load_checkpoint(checkpoint)
-    module.load_state_dict(checkpoint["state_dict"])
+    module.load_weights(checkpoint["state_dict"])
     module.eval()
     module.loaded = {
         "file": str(file),
@@ -148,7 +149,7 @@ def load_run(
 
 
 def make_data(
-    spec: Mapping[str, Any], module: ImageClassifier, overrides: Mapping[str, Any]
+    spec: Mapping[str, Any], module: TrainedModule, overrides: Mapping[str, Any]
 ) -> LightningDataModule:
     """A data module from {"class_path", "init_args"}, with the model's classes and input."""
     from jsonargparse import ArgumentParser
@@ -172,9 +173,7 @@ def make_data(
             )
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningDataModule, "data")
-    init = dict(spec.get("init_args") or {})
-    if "classes" in init:  # the training mapping: a folder of other classes must not renumber it
-        init["classes"] = module.classes
+    init = module.data_spec(dict(spec.get("init_args") or {}))
     arguments = [f"--data.{key}={value}" for key, value in overrides.items()]
     try:
         parser.set_defaults({"data": {"class_path": spec["class_path"], "init_args": init}})
@@ -182,15 +181,13 @@ def make_data(
         data = parser.instantiate(config).data
     except (Exception, SystemExit) as error:
         raise ValueError(f"data module {spec['class_path']} with {overrides}: {error}") from error
-    data.data_config = dict(module.data_config or {}) or None
+    module.adopt(data)
     return data
 
 
-def _trusted_class(path: str | None, base: type) -> type:
+def _trusted_class(path: str, base: type) -> type:
     """The class of that name, if it is of this package or imported already: a checkpoint must not
     be able to make Python import code."""
-    if path is None:
-        return base
     module, _, name = path.rpartition(".")
     if module.split(".")[0] == "mmpreproj":
         importlib.import_module(module)

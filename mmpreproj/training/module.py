@@ -1,0 +1,248 @@
+"""What the Lightning modules share: recipe, moving average, sums of the loss, history, checkpoints.
+
+A module of a task (image.py, video.py, language.py) adds how its model is built, one step, and what
+evaluation counts.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torchmetrics import SumMetric
+
+from mmpreproj.training import build
+from mmpreproj.training.recipe import make_optimizer, make_schedule
+
+SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+
+
+class TrainedModule(LightningModule):
+    """Base of the modules that `tools/train.py` trains.
+
+    A subclass fills `model` in configure_model, calls `start_average` there, `count_loss` in its
+    training step, and sets `optimizer_config` and `schedule_config`. Its hyper-parameters are plain
+    types, so that a checkpoint loads with torch.load(weights_only=True).
+    """
+
+    monitor: ClassVar[tuple[str, str]] = ("val/top1", "max")
+    """What the best checkpoint is chosen by; of equal ones, the one with the lower val/loss."""
+    counted: ClassVar[str] = "images"
+    """What a batch is counted in, and the speed told in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: nn.Module | None = None
+        self.ema: ModelEmaV3 | None = None
+        self.data_config: dict[str, Any] | None = None
+        self.run_info: dict[str, Any] = {}  # the tool's: what load_run needs beside the weights
+        self.history: list[dict[str, Any]] = []  # one row an epoch, for the learning curves
+        self.test_result: dict[str, Any] | None = None
+        self.examples: Tensor | None = None  # inputs kept for the skip's strength on activations
+        self.loaded: dict[str, Any] = {}
+        self.train_loss = SumMetric(nan_strategy="disable")  # times n, so that n weighs it
+        self.train_n = SumMetric(nan_strategy="disable")
+        self._loss_sum: Tensor | None = None
+        self._loss_n = 0
+        self._val_result: dict[str, Any] | None = None
+
+    # ---- what the tools ask of a task -----------------------------------------------------------
+
+    def data_spec(self, init: dict[str, Any]) -> dict[str, Any]:
+        """Init arguments of the data module for a loaded run, from those it was trained with."""
+        return init
+
+    def adopt(self, data: Any) -> None:
+        """Tell a data module that was made for the loaded model what the model takes."""
+        if hasattr(data, "data_config"):
+            data.data_config = dict(self.data_config or {}) or None
+
+    def facts(self) -> dict[str, Any]:
+        """Plain facts about this task's model for a record."""
+        return {"model": self.hparams.model, "input": self.data_config}
+
+    def metrics(self, result: dict[str, Any] | None) -> dict[str, Any] | None:
+        """A `test_result` or validation row as records hold it; None where nothing was counted."""
+        raise NotImplementedError
+
+    def count(self, batch: Any) -> int:
+        """How much a batch of this process is, in what `counted` names."""
+        return len(batch[1])
+
+    def examples_float(self) -> Tensor | None:
+        """`examples` for the model in float32; they may have been kept in half precision."""
+        return None if self.examples is None else self.examples.float()
+
+    def headline(self, metrics: dict[str, Any]) -> list[list[str]]:
+        """The rows of [label, figure] that sum up `metrics` of the test on the screen."""
+        raise NotImplementedError
+
+    def finish(self, folder: Path | None, reported: TrainedModule | None, data: Any) -> None:
+        """What a task shows or writes at the end of a run, beyond record and plots."""
+
+    # ---- the model ------------------------------------------------------------------------------
+
+    def _data(self) -> Any:
+        return None if self._trainer is None else getattr(self._trainer, "datamodule", None)
+
+    def resumes(self) -> bool:
+        """Whether a checkpoint will be loaded over the weights: starting weights are pointless."""
+        return self._trainer is not None and getattr(self._trainer, "ckpt_path", None) is not None
+
+    def check_average(self) -> None:
+        """Raises ValueError where a moving average cannot work."""
+        decay = self.hparams.ema_decay
+        strategy = type(self._trainer.strategy).__name__ if self._trainer is not None else ""
+        if decay is not None and strategy in SHARDED:
+            raise ValueError(
+                f"ema_decay={decay} does not work with {strategy}, which splits the weights "
+                "over processes; set ema_decay: null, or trainer.strategy: ddp"
+            )
+
+    def start_average(self) -> None:
+        """Start the moving average of `model`, where one is asked for."""
+        if self.hparams.ema_decay is not None:
+            self.ema = ModelEmaV3(
+                self.model, decay=self.hparams.ema_decay, use_warmup=self.hparams.ema_warmup
+            )
+            self.ema.requires_grad_(False)
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The model that evaluation uses: the moving average where there is one."""
+        assert self.model is not None, "configure_model has not run"
+        return self.model if self.ema is None else self.ema.module
+
+    @property
+    def evaluated_weights(self) -> str:
+        """ "ema" or "model": whose weights evaluation uses."""
+        return "model" if self.ema is None else "ema"
+
+    def set_frozen_modes(self) -> None:
+        """Put the frozen parts in eval mode; `train` calls it where the base is frozen."""
+        build.set_frozen_modes(self.model)
+
+    def train(self, mode: bool = True) -> TrainedModule:
+        """As in torch, but what is frozen stays in eval mode, and so does the moving average."""
+        super().train(mode)
+        if self.model is not None:
+            if mode and self.hparams.freeze_base:
+                self.set_frozen_modes()
+            if self.ema is not None:
+                self.ema.eval()
+        return self
+
+    # ---- training -------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(self.model, self.optimizer_config)
+        trainer = self.trainer
+        total = trainer.estimated_stepping_batches  # makes the loader, whose length is read below
+        batches = trainer.num_training_batches
+        per_epoch = 1
+        if math.isfinite(batches):
+            per_epoch = max(1, math.ceil(batches / trainer.accumulate_grad_batches))
+        schedule = make_schedule(optimizer, self.schedule_config, total, per_epoch)
+        if schedule is None:
+            return optimizer
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 1},
+        }
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """timm's schedulers take the number of updates done, which a resumed run knows too."""
+        scheduler.step_update(num_updates=self.trainer.global_step)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        if self.ema is not None:  # here, not at the batch's end: accumulation steps more rarely
+            self.ema.update(self.model, step=self.trainer.global_step + 1)
+
+    def on_fit_start(self) -> None:
+        self.train()
+
+    def count_loss(self, loss: Tensor, n: int, batch_idx: int) -> None:
+        """Add a batch's mean loss over n items to the epoch's; show it now and then."""
+        # Sums stay on the device: reading a number every step would make the host wait for it.
+        seen = loss.detach() * n
+        self._loss_sum = seen if self._loss_sum is None else self._loss_sum + seen
+        self._loss_n += n
+        if batch_idx % max(1, self.trainer.log_every_n_steps) == 0:
+            self.log("loss", loss.detach(), prog_bar=True, logger=False)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer = self.trainer
+        every = trainer.log_every_n_steps
+        stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if every and stepped and trainer.global_step % every == 0 and trainer.is_global_zero:
+            values = {"train/loss_step": float(outputs["loss"]), "lr": self.learning_rate()}
+            for logger in self.loggers:
+                logger.log_metrics(values, step=trainer.global_step)
+
+    def learning_rate(self) -> float:
+        """The highest rate among the parameter groups, as of the next update."""
+        return max(group["lr"] for group in self.trainer.optimizers[0].param_groups)
+
+    def on_train_epoch_end(self) -> None:
+        if self._loss_sum is not None:
+            self.train_loss.update(self._loss_sum)
+        self.train_n.update(self._loss_n)
+        self._loss_sum, self._loss_n = None, 0
+        n = int(self.train_n.compute())
+        loss = float(self.train_loss.compute()) / n if n else math.nan
+        self.train_n.reset()
+        self.train_loss.reset()
+        if not math.isfinite(loss):
+            rank_zero_warn(f"the training loss of epoch {self.current_epoch} is {loss}")
+        self.log_dict({"train/loss": loss, "train/n": float(n)}, sync_dist=True)
+        row = {"epoch": self.current_epoch, "lr": self.learning_rate(), "train/n": n}
+        row["train/loss"] = loss if math.isfinite(loss) else None
+        self.history.append(row | {f"val/{k}": v for k, v in (self._val_result or {}).items()})
+        self._val_result = None
+
+    # ---- checkpoints ----------------------------------------------------------------------------
+
+    def load_weights(self, state: dict[str, Tensor]) -> None:
+        """Load a checkpoint's weights outside of a trainer."""
+        self.load_state_dict(state)
+
+    def saved_facts(self) -> dict[str, Any]:
+        """What `load_facts` needs back, beside the hyper-parameters and the weights."""
+        return {}
+
+    def load_facts(self, facts: dict[str, Any]) -> None:
+        """Take back what `saved_facts` gave."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        hyper = dict(checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {}))
+        checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = hyper
+        checkpoint["mmpreproj"] = {
+            "model": {"class_path": f"{type(self).__module__}.{type(self).__qualname__}"},
+            "data_config": self.data_config,
+            "history": self.history,
+            **self.saved_facts(),
+            **self.run_info,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        own = checkpoint.get("mmpreproj") or {}
+        self.load_facts(own)
+        self.data_config = own.get("data_config") or self.data_config
+        self.history = [dict(row) for row in own.get("history") or []]
+
+    def summary(self) -> str:
+        """One line about the model, for the start of a run."""
+        counts = build.parameter_counts(self.model)
+        parts = [f"{counts['total']:,} parameters", f"{counts['new']:,} new"]
+        if counts["trainable"] != counts["total"]:
+            parts.append(f"{counts['trainable']:,} trained")
+        return f"{self.hparams.model}: {', '.join(parts)}"
+
+    def on_train_start(self) -> None:
+        rank_zero_info(self.summary())
