@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from mmpreproj.analysis.plots import arms_by_seed
-from mmpreproj.analysis.study import Study, markdown, run_study, summarise
+from mmpreproj.analysis.plots import arms_by_seed, frontier
+from mmpreproj.analysis.study import Study, run_study
+from mmpreproj.analysis.summary import markdown, summarise
 
 # Stands in for tools/train.py: writes the record that its --run options and its seed ask for.
 TRAINER = """
@@ -24,7 +25,7 @@ else:
     if "--fail" in words:
         sys.exit("no luck")
 record = {"finished": True, "test": {"top1": {"value": top1, "n": 100}, "loss": {"value": 0.1}},
-          "parameters": {"total": 7, "new": 2}, "training": {"seconds": 3.0},
+          "n": {"test": 100}, "parameters": {"total": 7, "new": 2}, "training": {"seconds": 3.0},
           "skip_strength": [{"layer": 0, "weight": 0.25}]}
 (folder / "record.json").write_text(json.dumps(record))
 """
@@ -49,15 +50,19 @@ def test_every_arm_runs_with_every_seed_and_the_table_adds_up(study, train, tmp_
     told = []
     assert run_study(study, train, tmp_path / "runs", jobs=2, tell=told.append) == []
     plain, wide = summarise(study, tmp_path / "runs")
-    assert plain["top1_by_seed"] == pytest.approx({0: 0.80, 2: 0.82})
-    assert plain["top1"]["mean"] == pytest.approx(0.81)
-    assert plain["top1"]["std"] == pytest.approx(0.0141421, rel=1e-4)  # |0.82 - 0.80| / sqrt(2)
+    assert plain["figures"]["test top-1"]["by_seed"] == pytest.approx({0: 0.80, 2: 0.82})
+    assert plain["figures"]["test top-1"]["mean"] == pytest.approx(0.81)
+    assert plain["figures"]["test top-1"]["std"] == pytest.approx(
+        0.0141421, rel=1e-4
+    )  # |0.82 - 0.80| / sqrt(2)
     assert plain["difference"] is None
     assert wide["difference"]["mean"] == pytest.approx(0.1)
     assert wide["difference"]["std"] == pytest.approx(0.0, abs=1e-12)
     assert (wide["n_test"], wide["parameters"], wide["new_parameters"]) == (100, 7, 2)
-    table = markdown([plain, wide])
-    assert "| wide | 7 | 2 | 0.9100 ± 0.0141 | 0: 0.9000, 2: 0.9200 | +0.1000 ± 0.0000 |" in table
+    table = markdown(study, [plain, wide])
+    assert (
+        "| wide | 7 | 2 | 0.9100 ± 0.0141 | 0.100 ± 0.000 | 0: 0.9000, 2: 0.9200 | +0.1000" in table
+    )
     png = arms_by_seed([plain, wide], tmp_path / "summary.png", "s")
     assert png.read_bytes().startswith(b"\x89PNG")
 
@@ -82,8 +87,8 @@ def test_a_failed_run_is_named_and_stays_missing(study, train, tmp_path):
     failed = run_study(study, train, tmp_path / "runs", ["--fail"], tell=told.append)
     assert len(failed) == 4 and sum("FAILED" in line for line in told) == 4
     rows = summarise(study, tmp_path / "runs", ["--fail"])
-    assert rows[0]["missing"] == [0, 2] and rows[0]["top1"]["mean"] is None
-    assert "| plain | – | – | – | – | – | – | – | – x 0 seeds |" in markdown(rows)
+    assert rows[0]["missing"] == [0, 2] and rows[0]["figures"]["test top-1"]["mean"] is None
+    assert "| plain | – | – | – | – | – | – | – | – | – x 0 seeds |" in markdown(study, rows)
     arms_by_seed(rows, tmp_path / "empty.png")
 
 
@@ -110,4 +115,57 @@ def test_a_study_that_does_not_fit_is_refused(tmp_path, change, told):
     content = {"config": "base.yaml", "seeds": [0], "arms": {"a": {}}, **change}
     (tmp_path / "s.yaml").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=told):
+        Study.read(tmp_path / "s.yaml")
+
+
+# Stands in for a trainer whose validation loss is lowest at rate 0.2, and whose test would say 0.3.
+CHOOSER = """
+import json, pathlib, sys
+words = sys.argv[1:]
+value = lambda name: words[words.index(name) + 1]
+seed, rate = int(value("--seed_everything")), float(value("--rate"))
+folder = pathlib.Path(value("--run.root"), value("--run.name"), f"20260101-000000-seed{seed}")
+folder.mkdir(parents=True)
+record = {"finished": True, "validation": {"loss": {"value": abs(rate - 0.2)}},
+          "test": {"top1": {"value": rate}, "loss": {"value": 0.0}}, "short": "--short" in words,
+          "training": {"seconds": 1.0}}
+(folder / "record.json").write_text(json.dumps(record))
+"""
+
+
+def test_what_an_arm_leaves_open_is_chosen_on_validation_and_trained_with_all_seeds(tmp_path):
+    (tmp_path / "base.yaml").touch()
+    (tmp_path / "train.py").write_text(CHOOSER)
+    (tmp_path / "s.yaml").write_text(
+        "config: base.yaml\nseeds: [0, 1]\narms:\n  open: {rate: {choose: [0.1, 0.2, 0.3]}}\n"
+        "  shut: {rate: 0.3}\n"
+        "choose: {by: validation.loss.value, seed: 5, settings: {short: true}}\n"
+        "frontier: {learned: loss, kept: [test top-1]}\n"
+    )
+    study, root = Study.read(tmp_path / "s.yaml"), tmp_path / "runs"
+    assert [run.arm for run in study.runs(root=root)] == ["shut", "shut"]  # nothing chosen yet
+    train = [sys.executable, str(tmp_path / "train.py")]
+    told = []
+    assert run_study(study, train, root, tell=told.append) == []
+    assert "open: rate 0.2 was best on validation" in told
+    opened, shut = summarise(study, root)
+    assert opened["chosen"] == {"rate": 0.2} and shut["chosen"] == {}
+    assert opened["figures"]["test top-1"]["by_seed"] == {0: 0.2, 1: 0.2}
+    assert [found["settings"]["rate"] for found in opened["candidates"]] == [0.1, 0.2, 0.3]
+    runs = study.choosing_runs()
+    assert all(run.seed == 5 and run.record(root)["short"] for run in runs)
+    assert not any(run.record(root)["short"] for run in study.runs(root=root))
+    assert "| open | rate 0.3 | 0.1000 | 0.3000 |" in markdown(study, [opened, shut])
+    png = frontier([opened, shut], tmp_path / "f.png", "loss", ["test top-1"])
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_choice_by_the_reported_part_is_refused(tmp_path):
+    (tmp_path / "base.yaml").touch()
+    content = {"config": "base.yaml", "seeds": [0], "arms": {"a": {"rate": {"choose": [1, 2]}}}}
+    (tmp_path / "s.yaml").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="leaves a choice"):
+        Study.read(tmp_path / "s.yaml")
+    (tmp_path / "s.yaml").write_text(json.dumps({**content, "choose": {"by": "test.loss.value"}}))
+    with pytest.raises(ValueError, match="what is reported must not choose"):
         Study.read(tmp_path / "s.yaml")

@@ -11,7 +11,8 @@ from scipy.stats import binomtest
 from training_data import classifier, trainer
 
 from mmpreproj.data import DigitsDataModule
-from mmpreproj.training.inference import evaluate_main, predict_main, split_overrides
+from mmpreproj.training.evaluate import evaluate_main, split_overrides
+from mmpreproj.training.predict import predict_main
 
 TOOLS = Path(__file__).parent.parent / "tools"
 

@@ -3,7 +3,7 @@
 import sys
 
 from mmpreproj.training.cli import run_tool
-from mmpreproj.training.inference import evaluate_main
+from mmpreproj.training.evaluate import evaluate_main
 
 if __name__ == "__main__":
     sys.exit(run_tool(evaluate_main))

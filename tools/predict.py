@@ -1,9 +1,9 @@
-"""Classes of your own pictures: python tools/predict.py RUN_OR_CHECKPOINT FILE…; see --help."""
+"""Classes of your own pictures and clips, prompts continued: see python tools/predict.py --help."""
 
 import sys
 
 from mmpreproj.training.cli import run_tool
-from mmpreproj.training.inference import predict_main
+from mmpreproj.training.predict import predict_main
 
 if __name__ == "__main__":
     sys.exit(run_tool(predict_main))

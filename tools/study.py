@@ -12,9 +12,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from mmpreproj.analysis.plots import arms_by_seed
+from mmpreproj.analysis.plots import arms_by_seed, frontier
 from mmpreproj.analysis.records import write_json
-from mmpreproj.analysis.study import Study, markdown, run_study, summarise, train_command
+from mmpreproj.analysis.study import Study, run_study, train_command
+from mmpreproj.analysis.summary import markdown, summarise
 
 
 def main() -> int:
@@ -42,16 +43,26 @@ def main() -> int:
         parser.error(str(error))
     rows = summarise(study, options.root, arguments)
     folder = options.root / study.name
-    if not any(row["seeds"] for row in rows):
+    if not any(row["seeds"] or _tried(row) for row in rows):
         others = sorted(place.name for place in folder.glob("*-*/"))
         told = f"; {folder} has {', '.join(others)}" if others else ""
         print(f"no run of this study, with these settings, has finished{told}", file=sys.stderr)
         return 1
+    table = markdown(study, rows)
     write_json(folder / "summary.json", {"study": study.name, "arms": rows})
-    (folder / "summary.md").write_text(markdown(rows), encoding="utf-8")
-    arms_by_seed(rows, folder / "summary.png", study.name)
-    print(f"\n{markdown(rows)}\nwritten to {folder}: summary.json, summary.md, summary.png")
+    (folder / "summary.md").write_text(table, encoding="utf-8")
+    figures = list(study.figures)
+    arms_by_seed(rows, folder / "summary.png", study.name, figures[0])
+    written = ["summary.json", "summary.md", "summary.png"]
+    if study.frontier is not None:
+        frontier(rows, folder / "frontier.png", study.frontier.learned, study.frontier.kept)
+        written.append("frontier.png")
+    print(f"\n{table}\nwritten to {folder}: {', '.join(written)}")
     return 1 if failed else 0
+
+
+def _tried(row: dict) -> bool:
+    return any(found["seconds"] is not None for found in row["candidates"])
 
 
 if __name__ == "__main__":

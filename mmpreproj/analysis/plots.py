@@ -35,12 +35,28 @@ def learning_curves(
         path: the PNG to write.
         title: above the panels, such as the run's name.
     """
-    figure, axes = _figure(3, width=12.5, height=3.6)
-    loss, top1, rate = axes
+    scored = any("val/top1" in row for row in history) or not any(
+        "val/loss" in row for row in history
+    )  # a language model has a loss alone
+    figure, axes = _figure(3 if scored else 2, width=12.5 if scored else 8.5, height=3.6)
+    loss, rate = axes[0], axes[-1]
     n_train, n_val = _last(history, "train/n"), _last(history, "val/n")
     _curve(loss, history, "train/loss", BLUE, f"training, as optimised{_n(n_train)}")
     _curve(loss, history, "val/loss", ORANGE, f"validation{_n(n_val)}")
     loss.set(title="Loss", ylabel="loss (validation: cross-entropy)")
+    if scored:
+        _accuracy_curve(axes[1], history, n_val)
+    _curve(rate, history, "lr", GREY, "highest of the groups")
+    rate.set(title="Learning rate at the epoch's end", ylabel="learning rate")
+    rate.yaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
+    for axis in axes:
+        axis.set_xlabel("epoch")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _legend_or_note(axis)
+    return _write(figure, path, title)
+
+
+def _accuracy_curve(top1: Any, history: Sequence[Mapping[str, Any]], n_val: int | None) -> None:
     _curve(top1, history, "val/top1", ORANGE, f"validation{_n(n_val)}")
     known = [row for row in history if _finite(row.get("val/top1")) is not None]
     if known:  # of equal ones the one with the lower loss, as the best checkpoint is chosen
@@ -54,14 +70,6 @@ def learning_curves(
         top1.plot(epoch, score, "o", color=GREEN, label=f"best: {score:.2%}, epoch {epoch:.0f}")
     top1.set(title="Top-1 accuracy", ylabel="correct")
     top1.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _curve(rate, history, "lr", GREY, "highest of the groups")
-    rate.set(title="Learning rate at the epoch's end", ylabel="learning rate")
-    rate.yaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
-    for axis in axes:
-        axis.set_xlabel("epoch")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _legend_or_note(axis)
-    return _write(figure, path, title)
 
 
 def skip_by_layer(
@@ -96,29 +104,40 @@ def skip_by_layer(
 
 
 def arms_by_seed(
-    rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], title: str = ""
+    rows: Sequence[Mapping[str, Any]],
+    path: str | os.PathLike[str],
+    title: str = "",
+    figure_name: str = "test top-1",
 ) -> Path:
-    """What a study came to: top-1 of every seed by arm, and the skip's strength by layer.
+    """What a study came to: one figure of every seed by arm, and the skip's strength by layer.
 
     Args:
-        rows: from `mmpreproj.analysis.study.summarise`. The second panel is left out where no arm
+        rows: from `mmpreproj.analysis.summary.summarise`. The second panel is left out where no arm
             has a skip.
+        figure_name: which of the rows' figures; top-1 and accuracies are shown in per cent.
     """
     skips = [row for row in rows if row.get("skip")]
     figure, axes = _figure(2 if skips else 1, width=11 if skips else 6.5, height=3.8)
     points = axes[0]
     for place, row in enumerate(rows):
-        values = [v for v in map(_finite, row["top1_by_seed"].values()) if v is not None]
+        by_seed = row["figures"][figure_name]["by_seed"]
+        values = [v for v in map(_finite, by_seed.values()) if v is not None]
         points.plot([place] * len(values), values, "o", color=BLUE, ms=6, alpha=0.7)
         if values:
             mean = sum(values) / len(values)
             points.plot([place - 0.25, place + 0.25], [mean, mean], color=ORANGE, lw=2)
     seeds = max((len(row["seeds"]) for row in rows), default=0)
-    n_test = next((row["n_test"] for row in rows if row["n_test"]), None)
     points.set_xticks(range(len(rows)), [_short(row["arm"], 18) for row in rows], fontsize=9)
+    points.tick_params("x", rotation=20 if len(rows) > 4 else 0)
     points.set_xlim(-0.6, len(rows) - 0.4)
-    points.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
-    points.set(title=f"Test top-1: {seeds} seeds, mean{_n(n_test)}", ylabel="correct")
+    if "top-1" in figure_name or "accuracy" in figure_name:
+        points.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
+        n_test = next((row["n_test"] for row in rows if row["n_test"]), None)
+        count = _n(n_test) if "top-1" in figure_name else ""
+    else:
+        count = ""
+    named = figure_name[0].upper() + figure_name[1:]
+    points.set(title=f"{named}: {seeds} seeds, mean{count}", ylabel=figure_name)
     for row, colour in zip(skips, (BLUE, ORANGE, GREEN, GREY) * len(skips), strict=False):
         layers = [entry["layer"] for entry in row["skip"]]
         means = [entry["mean"] for entry in row["skip"]]
@@ -130,6 +149,38 @@ def arms_by_seed(
         axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
         axes[1].set_ylim(bottom=0)
         _legend_or_note(axes[1])
+    return _write(figure, path, title)
+
+
+def frontier(
+    rows: Sequence[Mapping[str, Any]],
+    path: str | os.PathLike[str],
+    learned: str,
+    kept: Sequence[str],
+    title: str = "",
+) -> Path:
+    """Learning against keeping: a point for every candidate of an arm, joined in their order.
+
+    Args:
+        rows: from `mmpreproj.analysis.summary.summarise`. Arms without candidates (the base) are
+            a cross at the mean over their seeds.
+        learned: the figure on the x axis, of text of the training kind.
+        kept: the figures on the y axes, one panel each.
+    """
+    figure, axes = _figure(len(kept), width=6.0 * len(kept), height=4.4)
+    colours = [BLUE, ORANGE, GREEN, "#805ad5", "#c53030", GREY, "#0d9488"]
+    for axis, name in zip(axes, kept, strict=True):
+        for row, colour in zip(rows, colours * len(rows), strict=False):
+            tried = [found["figures"] for found in row["candidates"]]
+            pairs = [(_finite(f[learned]), _finite(f[name])) for f in tried]
+            pairs = [pair for pair in pairs if None not in pair]
+            if pairs:
+                axis.plot(*zip(*pairs, strict=True), "o-", color=colour, ms=5, label=row["arm"])
+            means = [row["figures"][label]["mean"] for label in (learned, name)]
+            if not row["candidates"] and None not in means:
+                axis.plot(*means, "x", color="black", ms=9, mew=2, label=row["arm"])
+        axis.set(xlabel=learned, ylabel=name)
+        _legend_or_note(axis)
     return _write(figure, path, title)
 
 
@@ -164,16 +215,58 @@ def predictions(
         picture.set_axis_off()
         picture.set_title(_short(name, 30), fontsize=9)
         bars = figure.add_subplot(grid[line, 2 * column + 1])
-        shares = [p for _, p in classes]
-        colours = [BLUE] + [GREY] * (len(classes) - 1)
-        drawn = bars.barh(range(len(classes)), shares, color=colours)
-        bars.bar_label(drawn, [f" {p:.1%}" for p in shares], fontsize=8)
-        bars.set_yticks(range(len(classes)), [_short(c, 22) for c, _ in classes], fontsize=9)
-        bars.invert_yaxis()
-        bars.set_xlim(0, 1.18)  # room for the label of a certain prediction
-        bars.set_xticks([0, 0.5, 1], ["0", "50 %", "100 %"], fontsize=8)
-        bars.spines[["top", "right"]].set_visible(False)
+        _bars(bars, classes)
     return _write(figure, path, title)
+
+
+def clip_predictions(
+    clips: Sequence[Any],
+    names: Sequence[str],
+    sets: Sequence[Mapping[str, Sequence[tuple[str, float]]]],
+    path: str | os.PathLike[str],
+    title: str = "",
+    most: int = 8,
+) -> Path:
+    """A row a clip: its sampled frames in order, and bars of its likeliest classes.
+
+    Args:
+        clips: uint8 [T, H, W, 3] each, as read from file (before the model's crop and scale).
+        names: what stands above each.
+        sets: for each clip and label set (class, probability) pairs, likeliest first.
+        most: frames drawn of a clip, evenly spaced; their numbers in the sample stand above them.
+    """
+    panels = max(len(labels) for labels in sets)
+    drawn = min(most, max(len(clip) for clip in clips))
+    figure = _canvas(
+        Figure(figsize=(1.35 * drawn + 3.0 * panels, 1.9 * len(clips) + 0.5), layout="constrained")
+    )
+    ratios = [1.0] * drawn + [2.2] * panels
+    grid = figure.add_gridspec(len(clips), drawn + panels, width_ratios=ratios)
+    for line, (clip, name, labels) in enumerate(zip(clips, names, sets, strict=True)):
+        chosen = np.linspace(0, len(clip) - 1, min(drawn, len(clip))).round().astype(int)
+        for column, frame in enumerate(chosen):
+            picture = figure.add_subplot(grid[line, column])
+            picture.imshow(clip[frame], interpolation="nearest" if clip.shape[1] <= 64 else None)
+            picture.set_axis_off()
+            above = f"{_short(name, 22)}\n" if column == 0 else "\n"
+            picture.set_title(f"{above}frame {frame + 1}", fontsize=8, loc="left")
+        for panel, (label, classes) in enumerate(labels.items()):
+            bars = figure.add_subplot(grid[line, drawn + panel])
+            _bars(bars, classes)
+            if len(labels) > 1:
+                bars.set_title(label, fontsize=9)
+    return _write(figure, path, title)
+
+
+def _bars(axis: Any, classes: Sequence[tuple[str, float]]) -> None:
+    shares = [p for _, p in classes]
+    drawn = axis.barh(range(len(classes)), shares, color=[BLUE] + [GREY] * (len(classes) - 1))
+    axis.bar_label(drawn, [f" {p:.1%}" for p in shares], fontsize=8)
+    axis.set_yticks(range(len(classes)), [_short(c, 22) for c, _ in classes], fontsize=9)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.18)  # room for the label of a certain prediction
+    axis.set_xticks([0, 0.5, 1], ["0", "50 %", "100 %"], fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _figure(panels: int, width: float, height: float) -> tuple[Figure, list[Any]]:

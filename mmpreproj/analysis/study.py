@@ -1,16 +1,26 @@
-"""A study: some arms, each trained with several seeds, and the table of what came out.
+"""A study: some arms, each trained with several seeds.
 
 A study is a YAML file. An arm is a set of settings that differ from the config they share:
 
-    config: ../cifar10/vit.yaml       # relative to the study's file
+    config: ../probe.yaml             # relative to the study's file
     seeds: [0, 1, 2]
+    settings: {data.init_args.train: data/brown.txt}          # of all arms
     arms:
-      method: {}
-      plain: {model.init_args.preproj: null}
+      base: {trainer.max_steps: 0}
+      method: {model.init_args.optimizer.lr: {choose: [1e-4, 3e-4, 1e-3]}}
+    choose:                           # only where an arm leaves something to choose
+      seed: 0
+      settings: {data.init_args.max_train_tokens: 60000}    # of the runs that choose
+      by: validation.loss.value       # of their records; the lowest wins (goal: max, the highest)
+    figures:                          # what the table shows; the first one is also drawn
+      LAMBADA accuracy: {path: test.tasks.lambada.accuracy.value, form: .3f}
+      held-out ppl: {path: test.perplexity.token.value, form: .2f}
+    frontier: {learned: held-out ppl, kept: [LAMBADA accuracy]}    # a picture of the candidates
 
-Every run writes its own record as it ends. Runs that have one are skipped and broken ones are
-resumed, so a study can be stopped and started at will. An arm whose definition changed is a new
-arm.
+Where an arm has `choose`, every combination of its candidates is run once, and what was best on
+validation is trained with the seeds. Every run writes its own record as it ends. Runs that have one
+are skipped and broken ones are resumed, so a study can be stopped and started at will. An arm whose
+definition changed is a new arm.
 """
 
 from __future__ import annotations
@@ -18,29 +28,42 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import hashlib
+import itertools
 import json
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mmpreproj.analysis.records import mean_spread, read_record
+from mmpreproj.analysis.records import read_record
 
 RECORD = "record.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One arm with one seed. `place` is the folder, below the root, that holds its run folders."""
+    """One arm with one seed. `place` is the folder, below the root, that holds its run folders.
+
+    `candidate` is what it tries, in a run that chooses; `chosen`, in others, what was chosen.
+    """
 
     arm: str
     seed: int
     place: str
     arguments: tuple[str, ...]
+    candidate: dict[str, Any] | None = None
+    chosen: dict[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        tried = "" if self.candidate is None else f", {told(self.candidate)}"
+        return f"{self.arm}{tried}, seed {self.seed}"
 
     def folders(self, root: Path) -> list[Path]:
         """The run folders there are for it, oldest first."""
@@ -57,6 +80,61 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
+class Figure:
+    """A figure of the records: where it stands (dots between keys), and how it is printed."""
+
+    path: str
+    form: str = ".4f"
+
+    def of(self, record: Mapping[str, Any] | None) -> Any:
+        """Its value in a record; None where it is missing."""
+        return value_at(record, *self.path.split("."))
+
+
+FIGURES = {
+    "test top-1": Figure("test.top1.value"),
+    "loss": Figure("test.loss.value", ".3f"),
+}
+KEYS = {"config", "seeds", "arms"}
+OPTIONAL = {"settings", "choose", "figures", "frontier"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """How what an arm leaves open is chosen: see the top of this file."""
+
+    by: str
+    seed: int = 0
+    goal: str = "min"
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.goal not in ("min", "max"):
+            raise ValueError(f"choose.goal must be min or max, found {self.goal!r}")
+        if not self.by.startswith("validation."):
+            raise ValueError(
+                f"choose.by must be a figure of the validation part, such as "
+                f"validation.loss.value, found {self.by!r}: what is reported must not choose"
+            )
+
+    def best(self, values: Sequence[float | None]) -> int | None:
+        """Which of the values is best, the first of equals; None while one is missing."""
+        if not values or any(value is None for value in values):
+            return None
+        finite = [math.inf if not math.isfinite(v) else v for v in values if v is not None]
+        signed = [v if self.goal == "min" else -v for v in finite]
+        return signed.index(min(signed))
+
+
+@dataclasses.dataclass(frozen=True)
+class Frontier:
+    """Which figures the picture of all candidates has: one on the x axis, others on y axes."""
+
+    learned: str
+    kept: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
 class Study:
     """What a study's file says. Raises ValueError, naming the key, if it does not fit."""
 
@@ -64,6 +142,10 @@ class Study:
     config: Path
     seeds: tuple[int, ...]
     arms: dict[str, dict[str, Any]]
+    choice: Choice | None = None
+    figures: dict[str, Figure] = dataclasses.field(default_factory=lambda: dict(FIGURES))
+    frontier: Frontier | None = None
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Study:
@@ -71,9 +153,13 @@ class Study:
         if not path.is_file():
             raise ValueError(f"there is no study {path}")
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(content, Mapping) or set(content) != {"config", "seeds", "arms"}:
+        keys = set(content) if isinstance(content, Mapping) else set()
+        if not KEYS <= keys or keys - KEYS - OPTIONAL:
             found = sorted(content) if isinstance(content, Mapping) else type(content).__name__
-            raise ValueError(f"{path} must have the keys config, seeds and arms; it has {found}")
+            raise ValueError(
+                f"{path} must have the keys config, seeds and arms, and may have "
+                f"{', '.join(sorted(OPTIONAL))}; it has {found}"
+            )
         config = path.parent / str(content["config"])
         if not config.is_file():
             raise ValueError(f"{path}: config={content['config']!r} is no file beside it: {config}")
@@ -86,21 +172,103 @@ class Study:
         wrong = [name for name, settings in arms.items() if not isinstance(settings, Mapping)]
         if wrong:
             raise ValueError(f"{path}: arm {wrong[0]!r} must map keys to values, such as {{}}")
-        return cls(path.stem, config, tuple(seeds), {str(k): dict(v) for k, v in arms.items()})
+        try:
+            choice = Choice(**content["choose"]) if "choose" in content else None
+            drawn = Frontier(**content["frontier"]) if "frontier" in content else None
+            figures = {str(k): Figure(**v) for k, v in (content.get("figures") or {}).items()}
+        except TypeError as error:
+            raise ValueError(f"{path}: {error}") from error
+        study = cls(
+            path.stem,
+            config,
+            tuple(seeds),
+            {str(k): dict(v) for k, v in arms.items()},
+            choice,
+            figures or dict(FIGURES),
+            drawn,
+            dict(content.get("settings") or {}),
+        )
+        names = [] if drawn is None else [drawn.learned, *drawn.kept]
+        unknown = [name for name in names if name not in study.figures]
+        if unknown:
+            raise ValueError(
+                f"{path}: frontier names {unknown[0]!r}, which is not among the figures: "
+                f"{', '.join(study.figures)}"
+            )
+        open_arms = [arm for arm in study.arms if study.candidates(arm)]
+        if open_arms and choice is None:
+            raise ValueError(f"{path}: arm {open_arms[0]!r} leaves a choice; say how: choose: …")
+        return study
 
-    def runs(self, arguments: Sequence[str] = ()) -> list[Run]:
-        """All runs, every arm's first seed before any second: what is missing is spread evenly."""
-        return [self._run(arm, seed, arguments) for seed in self.seeds for arm in self.arms]
+    def candidates(self, arm: str) -> list[dict[str, Any]]:
+        """Every combination of what the arm leaves to choose; empty where it leaves nothing."""
+        lists = {key: v["choose"] for key, v in self.arms[arm].items() if is_choice(v)}
+        for key, values in lists.items():
+            if not isinstance(values, list) or not values:
+                raise ValueError(f"arm {arm!r}: {key}: choose must be a list, found {values!r}")
+        if not lists:
+            return []
+        return [
+            dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())
+        ]
 
-    def _run(self, arm: str, seed: int, arguments: Sequence[str]) -> Run:
+    def choosing_runs(self, arguments: Sequence[str] = ()) -> list[Run]:
+        """One run for every candidate, the first candidate of every arm before any second."""
+        runs = []
+        for arm in self.arms:
+            assert self.choice is not None or not self.candidates(arm), "read refuses it"
+            for place, candidate in enumerate(self.candidates(arm)):
+                settings = {**self.settings, **self.arms[arm], **candidate, **self.choice.settings}
+                run = self._run(arm, self.choice.seed, settings, arguments)
+                runs.append((place, dataclasses.replace(run, candidate=candidate)))
+        return [run for _, run in sorted(runs, key=lambda pair: pair[0])]
+
+    def chosen(self, arm: str, root: Path, arguments: Sequence[str] = ()) -> dict[str, Any] | None:
+        """What was best of an arm's candidates, {} where it has none, None while one is missing."""
+        runs = [run for run in self.choosing_runs(arguments) if run.arm == arm]
+        if not runs:
+            return {}
+        by = Figure(self.choice.by)
+        best = self.choice.best([by.of(run.record(root)) for run in runs])
+        return None if best is None else runs[best].candidate
+
+    def runs(self, arguments: Sequence[str] = (), root: Path | None = None) -> list[Run]:
+        """The arms' runs, every arm's first seed before any second: gaps are spread evenly.
+
+        Arms whose choice is not made yet, as far as the records in `root` tell, are left out.
+        """
+        chosen = {
+            arm: {} if root is None else self.chosen(arm, root, arguments) for arm in self.arms
+        }
+        return [
+            dataclasses.replace(
+                self._run(arm, seed, {**self.settings, **self.arms[arm], **settings}, arguments),
+                chosen=settings,
+            )
+            for seed in self.seeds
+            for arm, settings in chosen.items()
+            if settings is not None and (settings or not self.candidates(arm))
+        ]
+
+    def _run(self, arm: str, seed: int, chosen: dict[str, Any], arguments: Sequence[str]) -> Run:
         settings = [
             word
-            for key, value in self.arms[arm].items()
+            for key, value in chosen.items()
             for word in (f"--{key}", value if isinstance(value, str) else json.dumps(value))
         ]
         definition = json.dumps([self.config.read_text(encoding="utf-8"), settings, *arguments])
         place = f"{self.name}/{arm}-{hashlib.sha256(definition.encode()).hexdigest()[:8]}"
         return Run(arm, seed, place, (str(self.config), *settings, *arguments))
+
+
+def is_choice(value: Any) -> bool:
+    """Whether a setting is left to choose."""
+    return isinstance(value, Mapping) and set(value) == {"choose"}
+
+
+def told(settings: Mapping[str, Any]) -> str:
+    """Settings in few words: the last part of each key, and its value."""
+    return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in settings.items())
 
 
 def run_study(
@@ -120,11 +288,32 @@ def run_study(
         jobs: runs at once; they share the processor cores.
         tell: takes a line as each run starts and ends.
     """
-    runs = study.runs(arguments)
+    failed = []
+    choosing = study.choosing_runs(arguments)
+    if choosing:
+        failed = _run_all(f"{study.name}, choosing", choosing, study, train, root, jobs, tell)
+        for arm in study.arms:
+            chosen = study.chosen(arm, root, arguments)
+            if chosen:
+                tell(f"{arm}: {told(chosen)} was best on validation")
+    runs = study.runs(arguments, root)
+    return failed + _run_all(study.name, runs, study, train, root, jobs, tell)
+
+
+def _run_all(
+    title: str,
+    runs: Sequence[Run],
+    study: Study,
+    train: Sequence[str],
+    root: Path,
+    jobs: int,
+    tell: Callable[[str], None],
+) -> list[Run]:
     missing = [run for run in runs if run.record(root) is None]
-    tell(f"{study.name}: {len(runs)} runs, {len(runs) - len(missing)} done, {len(missing)} to do")
+    tell(f"{title}: {len(runs)} runs, {len(runs) - len(missing)} done, {len(missing)} to do")
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+    label, figure = next(iter(study.figures.items()))
 
     def one(run: Run) -> bool:
         begun = [f for f in run.folders(root) if (f / "checkpoints" / "last.ckpt").is_file()]
@@ -136,19 +325,19 @@ def run_study(
         place = root / run.place
         place.mkdir(parents=True, exist_ok=True)
         log = place / f"seed{run.seed}.log"
-        tell(f"{'resumes' if begun else 'starts'}: {run.arm}, seed {run.seed} (log: {log})")
+        tell(f"{'resumes' if begun else 'starts'}: {run.name} (log: {log})")
         with log.open("ab") as file:
             code = subprocess.run(
                 [*train, *words], stdout=file, stderr=subprocess.STDOUT, env=environment
             ).returncode
         record = run.record(root)
         done = code == 0 and record is not None
-        top1 = _value(record, "test", "top1", "value")
+        value = figure.of(record)
         tell(
-            f"ends: {run.arm}, seed {run.seed}, test top-1 "
-            f"{'not measured' if top1 is None else format(top1, '.4f')}"
+            f"ends: {run.name}, {label} "
+            f"{'not measured' if value is None else format(value, figure.form)}"
             if done
-            else f"FAILED: {run.arm}, seed {run.seed} (exit {code}); see {log}"
+            else f"FAILED: {run.name} (exit {code}); see {log}"
         )
         return done
 
@@ -157,97 +346,7 @@ def run_study(
     return [run for run, done in zip(missing, finished, strict=True) if not done]
 
 
-def summarise(study: Study, root: Path, arguments: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """One row an arm, from the records there are.
-
-    Each row has: arm, seeds (those measured), missing (seeds without a record), top1 and loss on
-    the reported split (mean, sample standard deviation, n of seeds), top1_by_seed, n_test,
-    difference to the first arm in top-1 seed by seed, parameters, new_parameters, seconds of
-    training, peak_bytes, skip (strength of W_skip by layer, over the seeds).
-    """
-    runs = study.runs(arguments)
-    records = {(run.arm, run.seed): run.record(root) for run in runs}
-    first = next(iter(study.arms))
-    rows = []
-    for arm in study.arms:
-        of_arm = {seed: records[arm, seed] for seed in study.seeds if records[arm, seed]}
-        top1 = {seed: _value(record, "test", "top1", "value") for seed, record in of_arm.items()}
-        reference = {
-            seed: _value(records[first, seed], "test", "top1", "value") for seed in study.seeds
-        }
-        pairs = [
-            value - reference[seed]
-            for seed, value in top1.items()
-            if value is not None and reference[seed] is not None
-        ]
-        sizes = {_value(record, "test", "top1", "n") for record in of_arm.values()}
-        assert len(sizes) <= 1, f"runs of arm {arm} were tested on different numbers: {sizes}"
-        one = next(iter(of_arm.values()), None)
-        rows.append(
-            {
-                "arm": arm,
-                "seeds": list(of_arm),
-                "missing": [seed for seed in study.seeds if seed not in of_arm],
-                "top1": mean_spread(top1.values()),
-                "top1_by_seed": top1,
-                "difference": None if arm == first else mean_spread(pairs),
-                "loss": mean_spread(_value(r, "test", "loss", "value") for r in of_arm.values()),
-                "n_test": next(iter(sizes), None),
-                "parameters": _value(one, "parameters", "total"),
-                "new_parameters": _value(one, "parameters", "new"),
-                "seconds": mean_spread(
-                    _value(record, "training", "seconds") for record in of_arm.values()
-                ),
-                "peak_bytes": mean_spread(
-                    _value(record, "peak_bytes", "rss") for record in of_arm.values()
-                ),
-                "skip": _skip_by_layer(of_arm.values()),
-            }
-        )
-    return rows
-
-
-def _skip_by_layer(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    by_layer: dict[int, list[float]] = {}
-    for record in records:
-        for entry in record.get("skip_strength") or ():
-            by_layer.setdefault(entry["layer"], []).append(entry["weight"])
-    return [{"layer": layer, **mean_spread(values)} for layer, values in sorted(by_layer.items())]
-
-
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows of `summarise` as a Markdown table; what is missing is a dash."""
-    head = "| arm | parameters | new | test top-1 | by seed | difference | loss | seconds | n |"
-    lines = [head, "|---|---|---|---|---|---|---|---|---|"]
-    for row in rows:
-        seeds = ", ".join(f"{s}: {_number(v, '.4f')}" for s, v in row["top1_by_seed"].items())
-        cells = [
-            row["arm"],
-            _number(row["parameters"], ",d"),
-            _number(row["new_parameters"], ",d"),
-            _spread(row["top1"], ".4f"),
-            seeds or "–",
-            "–" if row["difference"] is None else _spread(row["difference"], "+.4f"),
-            _spread(row["loss"], ".3f"),
-            _spread(row["seconds"], ".0f"),
-            f"{_number(row['n_test'], ',d')} x {len(row['seeds'])} seeds",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _spread(figure: Mapping[str, Any], form: str) -> str:
-    if figure["mean"] is None:
-        return "–"
-    spread = "" if figure["std"] is None else f" ± {format(figure['std'], form.lstrip('+'))}"
-    return f"{format(figure['mean'], form)}{spread}"
-
-
-def _number(value: Any, form: str) -> str:
-    return "–" if value is None else format(value, form)
-
-
-def _value(record: Mapping[str, Any] | None, *path: str) -> Any:
+def value_at(record: Mapping[str, Any] | None, *path: str) -> Any:
     """A figure of a record, or None where a part of the path is missing."""
     found: Any = record
     for key in path:

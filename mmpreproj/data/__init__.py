@@ -14,6 +14,7 @@ from mmpreproj.data.image import (
     to_channels,
 )
 from mmpreproj.data.splits import stratified_holdout
+from mmpreproj.data.text import TextDataModule
 
 __all__ = [
     "AugmentConfig",
@@ -22,6 +23,7 @@ __all__ = [
     "FolderSource",
     "ImageDataModule",
     "ImageFolderDataModule",
+    "TextDataModule",
     "TimmDataModule",
     "UnreadableImage",
     "load_image",

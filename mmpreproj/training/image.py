@@ -116,7 +116,7 @@ class ImageClassifier(TrainedModule):
     def configure_model(self) -> None:
         """Build the model, once, for the classes of the data; tell the data the model's input."""
         data = self._data()
-        classes = list(data.classes) if data is not None and hasattr(data, "classes") else None
+        classes = self.classes_of(data)
         if self.model is None:
             self._build(self._resolve_num_classes(classes))
         elif classes is not None and len(classes) != self.num_classes:
@@ -135,6 +135,10 @@ class ImageClassifier(TrainedModule):
             used = getattr(data, "resolved_data_config", None)
             build.check_image_size(self.model, used)
             self.data_config = build.listed(used or data.data_config)
+
+    def classes_of(self, data: Any) -> list[str] | None:
+        """Names of the model's outputs, as the data have them; None without data."""
+        return list(data.classes) if data is not None and hasattr(data, "classes") else None
 
     def _resolve_num_classes(self, classes: list[str] | None) -> int:
         given = self.hparams.num_classes
@@ -173,9 +177,13 @@ class ImageClassifier(TrainedModule):
         mixed = self.mix_config.enabled
         self.mixer = Mixer(self.mix_config, num_classes, h.label_smoothing) if mixed else None
         self.criterion = make_loss(mixed, h.label_smoothing, h.bce, h.bce_threshold)
+        self.make_metrics(num_classes)
+        self.train(self.training)
+
+    def make_metrics(self, num_classes: int) -> None:
+        """Start what evaluation counts with."""
         self.val_metrics = EvaluationMetrics(num_classes)
         self.test_metrics = EvaluationMetrics(num_classes, per_class=True)
-        self.train(self.training)
 
     @property
     def num_classes(self) -> int | None:

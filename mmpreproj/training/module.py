@@ -34,6 +34,8 @@ class TrainedModule(LightningModule):
     """What the best checkpoint is chosen by; of equal ones, the one with the lower val/loss."""
     counted: ClassVar[str] = "images"
     """What a batch is counted in, and the speed told in."""
+    large: ClassVar[bool] = False
+    """The tested module itself is reported: a second copy of the weights would not be wanted."""
 
     def __init__(self) -> None:
         super().__init__()

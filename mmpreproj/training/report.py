@@ -50,7 +50,7 @@ def finish_run(
         module.history = history
     if not trainer.is_global_zero:
         return
-    reported = _reported(chosen["file"], module)
+    reported = _reported(chosen["file"], module, test)
     rows = skip_strength(reported.evaluated.float(), module.examples_float()) if reported else []
     values = [row[name] for row in history for name in ("val/n",) if row.get(name)]
     at_best = next((row for row in history if row["epoch"] == chosen["epoch"]), None)
@@ -86,9 +86,14 @@ def finish_run(
     print_summary(record, folder, module.headline(record["test"] or {}))
 
 
-def _reported(file: str | None, module: TrainedModule) -> TrainedModule | None:
-    """The model whose figures are reported, whole and on the CPU, however training split it."""
-    if file is None:
+def _reported(file: str | None, module: TrainedModule, tested: bool) -> TrainedModule | None:
+    """The model whose figures are reported, whole and on the CPU, however training split it.
+
+    Args:
+        file: the checkpoint that was chosen; None: there is none, the weights are as they are.
+        tested: the test has loaded that checkpoint into the module.
+    """
+    if file is None or (tested and module.large):
         return module.cpu()
     try:
         return load_run(file)[0]

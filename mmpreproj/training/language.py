@@ -1,0 +1,398 @@
+"""The language model as a Lightning module: trained from scratch, or frozen and probed.
+
+The loss never holds the logits of a whole batch (lm_loss.py), and evaluation takes the logits of
+the scored positions alone (mmpreproj.evaluation).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torchmetrics import SumMetric
+
+import mmpreproj
+from mmpreproj.backbones.lm_head import lm_head_of
+from mmpreproj.backbones.text import load_language_model, new_language_model
+from mmpreproj.data.text.portable import from_text, to_text
+from mmpreproj.data.text.tokenizers import check_tokenizer
+from mmpreproj.evaluation.continuation import continue_text
+from mmpreproj.evaluation.suite import EvaluationConfig, check_sources, run_suite, task_line
+from mmpreproj.preproj import PreProjConfig
+from mmpreproj.saving import fingerprint
+from mmpreproj.training.lm_loss import lm_loss
+from mmpreproj.training.lora import LoraConfig, as_lora, attach_lora
+from mmpreproj.training.module import TrainedModule
+from mmpreproj.training.recipe import OptimizerConfig, ScheduleConfig, as_config
+
+OPTIMIZER, SCHEDULE = OptimizerConfig(), ScheduleConfig()
+EXAMPLES = (4, 256)  # blocks, and tokens of each, kept for the skip's strength on activations
+ADAPTER = "adapter"
+SEED = 0  # of the samples at the end
+
+
+class LanguageModel(TrainedModule):
+    """Trains and evaluates a causal language model on the blocks of the trainer's TextDataModule.
+
+    Training minimises cross-entropy per token. Every block has equally many targets, so gradient
+    accumulation gives the gradient of the whole batch. Evaluation reports perplexity per token,
+    word and byte, each over its n, and the evaluations that the config names.
+
+    Args:
+        model: a hub name, a folder, a .gguf file, or "package:NAME" (an installed package that
+            holds one); None: a new model of `model_type`.
+        model_type: transformers' name of an architecture, such as gpt_neox, for a new model.
+        model_args: fields of its configuration, for a new model.
+        dtype: of the weights that are loaded: float32, bfloat16 or float16.
+        preproj: attach the method with this config (after the weights are loaded); None does not.
+        lora: adapt with LoRA instead, the baseline; needs freeze_base.
+        freeze_base: train only what was added. Without preproj and lora nothing trains: the base,
+            to be evaluated (trainer.max_steps 0).
+        optimizer: see OptimizerConfig.
+        schedule: see ScheduleConfig.
+        ema_decay: of the weights' moving average; None is off.
+        ema_warmup: let the decay rise from 0.
+        grad_checkpointing: recompute activations in the backward pass.
+        compile: torch.compile the trunk.
+        evaluations: what to evaluate at the end, by name.
+        prompts: texts to continue at the end, for a look at what was learned; null: none.
+        prompt_tokens: tokens of each continuation.
+
+    Raises:
+        ValueError, FileNotFoundError, ConnectionError: before training; the message says what was
+            found and what would work.
+    """
+
+    monitor = ("val/loss", "min")
+    counted = "tokens"
+    large = True
+
+    def __init__(
+        self,
+        model: str | None = None,
+        model_type: str | None = None,
+        model_args: dict[str, Any] | None = None,
+        dtype: str = "float32",
+        preproj: PreProjConfig | None = None,
+        lora: LoraConfig | None = None,
+        freeze_base: bool = False,
+        optimizer: OptimizerConfig = OPTIMIZER,
+        schedule: ScheduleConfig = SCHEDULE,
+        ema_decay: float | None = None,
+        ema_warmup: bool = False,
+        grad_checkpointing: bool = False,
+        compile: bool = False,
+        evaluations: dict[str, EvaluationConfig] | None = None,
+        prompts: list[str] | None = None,
+        prompt_tokens: int = 60,
+    ) -> None:
+        super().__init__()
+        self.optimizer_config = as_config(OptimizerConfig, optimizer)
+        self.schedule_config = as_config(ScheduleConfig, schedule)
+        self.preproj_config = None if preproj is None else as_config(PreProjConfig, preproj)
+        self.lora_config = None if lora is None else as_lora(lora)
+        self.evaluations = {
+            name: as_config(EvaluationConfig, value) for name, value in (evaluations or {}).items()
+        }
+        if (model is None) == (model_type is None):
+            raise ValueError(
+                f"give either model (a name, folder or file) or model_type (a new model), found "
+                f"model={model!r} and model_type={model_type!r}"
+            )
+        if model is not None and model_args:
+            raise ValueError(f"model_args are for a new model (model_type), not for {model}")
+        if self.lora_config is not None and self.preproj_config is not None:
+            raise ValueError("give preproj or lora, not both: they are arms to compare")
+        if self.lora_config is not None and not freeze_base:
+            raise ValueError("lora trains beside a frozen base: set freeze_base: true")
+        if freeze_base and model is None:
+            raise ValueError("freeze_base would freeze a new model's random weights")
+        if ema_decay is not None and (freeze_base or not 0 < ema_decay < 1):
+            raise ValueError(
+                f"ema_decay={ema_decay} must be between 0 and 1, without freeze_base, or null"
+            )
+        check_sources(self.evaluations)
+        # Plain types only: the checkpoint must load with torch.load(weights_only=True).
+        plain = {
+            "model": model,
+            "model_type": model_type,
+            "model_args": dict(model_args) if model_args else None,
+            "dtype": dtype,
+            "preproj": None if self.preproj_config is None else self.preproj_config.to_dict(),
+            "lora": None if self.lora_config is None else self.lora_config.to_dict(),
+            "freeze_base": freeze_base,
+            "optimizer": dataclasses.asdict(self.optimizer_config),
+            "schedule": dataclasses.asdict(self.schedule_config),
+            "ema_decay": ema_decay,
+            "ema_warmup": ema_warmup,
+            "grad_checkpointing": grad_checkpointing,
+            "compile": compile,
+            "evaluations": {n: dataclasses.asdict(c) for n, c in self.evaluations.items()},
+            "prompts": list(prompts or []),
+            "prompt_tokens": prompt_tokens,
+        }
+        self.save_hyperparameters(plain, logger=False)
+        self.strict_loading = not freeze_base  # a probe's checkpoint leaves the base out
+        self.tokenizer: Any = None
+        self.base_fingerprint: str | None = None
+        self.sums = nn.ModuleDict(
+            {name: SumMetric(nan_strategy="disable") for name in ("nll", "n")}
+        )
+
+    # ---- building -------------------------------------------------------------------------------
+
+    def configure_model(self) -> None:
+        """Build the model, once, and agree with the data on the tokenizer."""
+        data = self._data()
+        if self.model is None:
+            self.check_average()
+            self._build(data)
+        if data is not None and hasattr(data, "has_tokenizer"):
+            self._agree(data)
+
+    def _build(self, data: Any) -> None:
+        h = self.hparams
+        if h.model is None:
+            if data is not None and hasattr(data, "has_tokenizer"):
+                self.tokenizer = data.tokenizer
+            if self.tokenizer is None:
+                raise ValueError("a new model needs a tokenizer: give the trainer a TextDataModule")
+            model = new_language_model(h.model_type, h.model_args or {}, self.tokenizer)
+        else:
+            loaded = load_language_model(h.model, dtype=h.dtype)
+            model, self.tokenizer = loaded.model, loaded.tokenizer
+        if h.freeze_base:
+            self._check_base(fingerprint(model))
+        if self.preproj_config is not None:
+            mmpreproj.attach(model, self.preproj_config)
+        if self.lora_config is not None:
+            model = attach_lora(model, self.lora_config)
+        elif h.freeze_base and self.preproj_config is not None:
+            mmpreproj.freeze_base(model)
+        elif h.freeze_base:
+            model.requires_grad_(False)
+        if h.grad_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.head = lm_head_of(model)
+        self.model = model
+        self.start_average()
+        if h.compile:
+            inner = model.get_base_model() if self.lora_config is not None else model
+            inner.base_model.compile()
+        self.train(self.training)
+
+    def _agree(self, data: Any) -> None:
+        """The data's tokenizer is the model's, or has the same tokens under the same numbers."""
+        if not data.has_tokenizer:
+            data.tokenizer = self.tokenizer
+        if data.tokenizer is not self.tokenizer:
+            own, other = self.tokenizer.get_vocab(), data.tokenizer.get_vocab()
+            if own != other:
+                raise ValueError(
+                    f"the data's tokenizer has {len(other):,} tokens, not the same as the model's "
+                    f"{len(own):,}; leave --data.tokenizer out to use the model's"
+                )
+        check_tokenizer(data.tokenizer, self.model.get_input_embeddings().weight.shape[0])
+
+    def _check_base(self, found: str) -> None:
+        if self.base_fingerprint is not None and self.base_fingerprint != found:
+            raise ValueError(
+                f"the checkpoint was trained on other weights than {self.hparams.model} has now: "
+                f"fingerprint {self.base_fingerprint[:19]}… then, {found[:19]}… now"
+            )
+        self.base_fingerprint = found
+
+    def set_frozen_modes(self) -> None:
+        self.model.eval()
+        for name, module in self.model.named_modules():
+            if ".lora_dropout" in name:
+                module.train()
+        for preproj in mmpreproj.preproj_modules(self.model).values():
+            preproj.train()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Shape: input_ids [B, T] -> logits [B, T, V]; in eval mode by `evaluated`."""
+        return (self.model if self.training else self.evaluated)(input_ids, use_cache=False).logits
+
+    # ---- training and evaluation ----------------------------------------------------------------
+
+    def configure_optimizers(self) -> Any:
+        if not any(p.requires_grad for p in self.model.parameters()):
+            if self.trainer.max_steps != 0:
+                raise ValueError(
+                    "nothing would train: give preproj or lora, or set trainer.max_steps to 0 to "
+                    "evaluate the base"
+                )
+            return None
+        return super().configure_optimizers()
+
+    def count(self, batch: dict[str, Tensor]) -> int:
+        return batch["targets"].numel()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        nll, n = lm_loss(self.model, batch["input_ids"], batch["targets"], head=self.head)
+        loss = nll / n
+        self.count_loss(loss, n, batch_idx)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch)
+
+    def _evaluate(self, batch: dict[str, Tensor]) -> None:
+        ids = batch["input_ids"]
+        if self.examples is None:
+            self.examples = ids[: EXAMPLES[0], : EXAMPLES[1]].detach().cpu()
+        head = self.head if self.ema is None else lm_head_of(self.evaluated)
+        nll, n = lm_loss(self.evaluated, ids, batch["targets"], head=head)
+        self.sums["nll"].update(nll.double())
+        self.sums["n"].update(float(n))
+
+    def on_validation_epoch_end(self) -> None:
+        result = self._finish("val")
+        if not self.trainer.sanity_checking:
+            self._val_result = result
+
+    def on_test_epoch_end(self) -> None:
+        self.test_result = self._finish("test")
+        if self.evaluations:
+            rank_zero_info(f"evaluating {', '.join(self.evaluations)}")
+            with self.trainer.precision_plugin.forward_context():
+                self.test_result["tasks"] = run_suite(
+                    self.evaluated,
+                    self.tokenizer,
+                    self.evaluations,
+                    progress=self.trainer.progress_bar_callback is not None,
+                )
+
+    def _finish(self, stage: str) -> dict[str, Any]:
+        nll, n = float(self.sums["nll"].compute()), int(self.sums["n"].compute())
+        for metric in self.sums.values():
+            metric.reset()
+        if not n:
+            return {"n": 0}
+        result: dict[str, Any] = {"n": n, "nll": nll, "loss": nll / n}
+        self.log_dict({f"{stage}/loss": nll / n, f"{stage}/n": float(n)}, prog_bar=True)
+        facts = self._data().describe().get(stage) if hasattr(self._data(), "describe") else None
+        if facts and facts.get("n_tokens") == n + 1:  # the whole part: its words and bytes count
+            result |= {"words": facts["n_words"], "bytes": facts["n_bytes"]}
+        return result
+
+    # ---- checkpoints ----------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        if self.hparams.freeze_base:
+            state, trained = checkpoint["state_dict"], self._trained()
+            checkpoint["state_dict"] = {name: state[name] for name in trained}
+
+    def _trained(self) -> list[str]:
+        return [name for name, p in self.named_parameters() if p.requires_grad]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if self.model is not None:
+            self._check_state(checkpoint["state_dict"])
+
+    def _check_state(self, state: dict[str, Tensor]) -> None:
+        if self.hparams.freeze_base:
+            wrong = sorted(set(self._trained()) ^ state.keys())
+            if wrong:
+                raise ValueError(
+                    f"the checkpoint's trained parameters are not this model's: {wrong[0]!r} and "
+                    f"{len(wrong) - 1} others are in one of them only"
+                )
+
+    def load_weights(self, state: dict[str, Tensor]) -> None:
+        self._check_state(state)
+        self.load_state_dict(state, strict=self.strict_loading)
+
+    def saved_facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {"base_fingerprint": self.base_fingerprint}
+        if self.hparams.model is None:  # nowhere else to get it from
+            facts["tokenizer"] = to_text(self.tokenizer)
+        return facts
+
+    def load_facts(self, facts: dict[str, Any]) -> None:
+        saved = facts.get("base_fingerprint")
+        if saved and self.base_fingerprint:
+            self._check_base(saved)
+        self.base_fingerprint = saved or self.base_fingerprint
+        if self.tokenizer is None and facts.get("tokenizer"):
+            self.tokenizer = from_text(facts["tokenizer"])
+
+    # ---- records and what is shown --------------------------------------------------------------
+
+    def adopt(self, data: Any) -> None:
+        if hasattr(data, "has_tokenizer"):
+            data.tokenizer = self.tokenizer
+
+    def facts(self) -> dict[str, Any]:
+        h = self.hparams
+        rank = getattr(self.model, "active_peft_config", None)
+        return {
+            "model": h.model or h.model_type,
+            "preproj": h.preproj,
+            "lora": h.lora and {**h.lora, "rank": rank.r if rank is not None else h.lora["rank"]},
+            "optimizer": h.optimizer,
+            "base_fingerprint": self.base_fingerprint,
+            "precision": str(self.trainer.precision) if self._trainer is not None else None,
+        }
+
+    def metrics(self, result: dict[str, Any] | None) -> dict[str, Any] | None:
+        """{"loss": …, "perplexity": {"token": …, "word": …, "byte": …}, "tasks": …}."""
+        if not result or not result.get("n"):
+            return None
+        n, loss = int(result["n"]), result["loss"]
+        nll = result.get("nll", loss * n)
+        counts = {"token": n, "word": result.get("words"), "byte": result.get("bytes")}
+        return {
+            "loss": {"value": loss if math.isfinite(loss) else None, "n": n},
+            "perplexity": {
+                unit: None if not count else {"value": _exp(nll / count), "n": int(count)}
+                for unit, count in counts.items()
+            },
+            "tasks": result.get("tasks") or {},
+        }
+
+    def headline(self, metrics: dict[str, Any]) -> list[list[str]]:
+        figures = metrics.get("perplexity") or {}
+        rows = [
+            [f"test perplexity per {unit}", f"{f['value']:,.3f}  n = {f['n']:,} {unit}s"]
+            for unit, f in figures.items()
+            if f and f["value"] is not None
+        ]
+        for name, result in (metrics.get("tasks") or {}).items():
+            rows.append([name, task_line(result)])
+        return rows
+
+    def examples_float(self) -> Tensor | None:
+        return self.examples  # token ids
+
+    def finish(self, folder: Path | None, reported: TrainedModule | None, data: Any) -> None:
+        """Write the trained parameters as a small folder, and continue the prompts."""
+        if reported is None or folder is None:
+            return
+        model = reported.evaluated
+        if self.hparams.preproj is not None:
+            print(f"the new parameters: {mmpreproj.save(model, folder / ADAPTER)}", flush=True)
+        elif self.hparams.lora is not None:
+            model.save_pretrained(str(folder / ADAPTER), save_embedding_layers=False)
+        if self.hparams.prompts:
+            texts = [
+                continue_text(model, self.tokenizer, prompt, self.hparams.prompt_tokens, SEED)
+                for prompt in self.hparams.prompts
+            ]
+            text = "\n\n".join(texts)
+            (folder / "sample.txt").write_text(text + "\n", encoding="utf-8")
+            print(f"\nsample:\n{text}\n", flush=True)
+
+
+def _exp(value: float) -> float | None:
+    return math.exp(value) if value < 700 else None

@@ -1,0 +1,163 @@
+"""LoRA by PEFT (Hu et al. 2021, arXiv 2106.09685): the baseline, also at the size of the method."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from mmpreproj.preproj import PreProjConfig
+from mmpreproj.training.recipe import as_config
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Where LoRA goes, and how large it is.
+
+    Args:
+        rank: r of every matrix; None: solved, so that LoRA has as many new parameters as the method
+            with the config `equal_to`.
+        scale: lora_alpha / r, the factor on BA.
+        targets: names of the layers (their ends), or "all-linear": all but the output layer.
+        dropout: on the input of A.
+        equal_to: the method's config whose number of parameters is to be met.
+    """
+
+    rank: int | None = 16
+    scale: float = 2.0
+    targets: list[str] | str = "all-linear"
+    dropout: float = 0.0
+    equal_to: PreProjConfig | None = None
+
+    def __post_init__(self) -> None:
+        if (self.rank is None) == (self.equal_to is None):
+            raise ValueError(
+                f"lora takes either rank or equal_to (the other null), found rank={self.rank} and "
+                f"equal_to={self.equal_to}"
+            )
+        if self.rank is not None and self.rank < 1:
+            raise ValueError(f"lora.rank must be 1 or more, found {self.rank}")
+        if not self.scale > 0:
+            raise ValueError(f"lora.scale must be above 0, found {self.scale}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types, which `as_lora` takes back."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**fields, "equal_to": None if self.equal_to is None else self.equal_to.to_dict()}
+
+
+def as_lora(value: LoraConfig | Mapping[str, Any]) -> LoraConfig:
+    """The config itself; what `to_dict` gave is turned into it."""
+    config = as_config(LoraConfig, value)
+    if isinstance(config.equal_to, Mapping):
+        config = dataclasses.replace(config, equal_to=as_config(PreProjConfig, config.equal_to))
+    return config
+
+
+def count_new(model: nn.Module, config: PreProjConfig) -> int:
+    """How many parameters the method would add to `model`, which is left as it is."""
+    import mmpreproj
+
+    mmpreproj.attach(model, config)
+    try:
+        modules = mmpreproj.preproj_modules(model).values()
+        return sum(p.numel() for module in modules for p in module.parameters())
+    finally:
+        mmpreproj.detach(model)
+
+
+def solve_rank(shapes: Iterable[tuple[int, int]], parameters: int) -> int:
+    """The rank at which LoRA on matrices of these shapes comes nearest to that many parameters.
+
+    A rank never exceeds the smaller side of a matrix: there it stays at that side, and B A can be
+    any matrix already.
+
+    Args:
+        shapes: (out, in) of each matrix; rank r costs r (out + in).
+
+    Raises:
+        ValueError: if there is no matrix, or even full ranks do not reach the number.
+    """
+    shapes = list(shapes)
+    if not shapes:
+        raise ValueError("lora: no layer to adapt")
+
+    def cost(rank: int) -> int:
+        return sum(min(rank, out, width) * (out + width) for out, width in shapes)
+
+    largest = max(min(shape) for shape in shapes)
+    if cost(largest) < parameters:
+        raise ValueError(
+            f"lora.equal_to asks for {parameters:,} parameters, but these {len(shapes)} matrices "
+            f"take {cost(largest):,} at full rank; name more layers in lora.targets"
+        )
+    low, high = 1, largest
+    while low < high:  # the smallest rank that reaches the number
+        middle = (low + high) // 2
+        low, high = (low, middle) if cost(middle) >= parameters else (middle + 1, high)
+    below = max(1, low - 1)
+    return low if cost(low) - parameters < parameters - cost(below) else below
+
+
+def attach_lora(model: nn.Module, config: LoraConfig) -> nn.Module:
+    """`model` as a PeftModel with LoRA; the base is frozen.
+
+    Raises:
+        ImportError: without PEFT.
+        ValueError: if the targets match nothing, or a rank cannot be had.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("LoRA needs PEFT: pip install 'mmpreproj[text]'") from error
+    rank = config.rank
+    if rank is None:
+        assert config.equal_to is not None
+        wanted = count_new(model, config.equal_to)
+        rank = solve_rank(_target_shapes(model, config).values(), wanted)
+    narrow = {
+        name: min(shape)
+        for name, shape in _target_shapes(model, config).items()
+        if min(shape) < rank
+    }
+    return peft.get_peft_model(model, _peft_config(config, rank, narrow))
+
+
+def _peft_config(config: LoraConfig, rank: int, narrow: dict[str, int]) -> Any:
+    import peft
+
+    targets = config.targets
+    return peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=config.scale * rank,
+        lora_dropout=config.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        rank_pattern=narrow,
+        alpha_pattern={name: config.scale * r for name, r in narrow.items()},
+    )
+
+
+def _target_shapes(model: nn.Module, config: LoraConfig) -> dict[str, tuple[int, int]]:
+    """(out, in) of every layer that PEFT would adapt, found on a copy without weights."""
+    import copy
+
+    import peft
+    import torch
+    from peft.tuners.lora import LoraLayer
+
+    with torch.device("meta"):
+        skeleton = _on_meta(model) if hasattr(model, "config") else copy.deepcopy(model)
+    adapted = peft.get_peft_model(skeleton, _peft_config(config, 1, {}))
+    prefix = "base_model.model."
+    return {
+        name.removeprefix(prefix): (layer.out_features, layer.in_features)
+        for name, layer in adapted.named_modules()
+        if isinstance(layer, LoraLayer)
+    }
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    return type(model)(model.config)

@@ -1,0 +1,269 @@
+"""The video classifier as a Lightning module: clips, several views a video, several label sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import SumMetric
+
+from mmpreproj.analysis.records import proportion
+from mmpreproj.training.image import ImageClassifier
+from mmpreproj.training.metrics import EvaluationMetrics, class_rows, metrics_of, percent
+
+EXAMPLES = 8  # clips kept for the skip's strength on activations
+CONTROLS = ("reversed", "shuffled", "still")
+
+
+class VideoClassifier(ImageClassifier):
+    """Trains and evaluates a video model on the clips of the trainer's VideoDataModule.
+
+    Everything that ImageClassifier does, and: clips are [B, C, T, H, W]; a video's test score is
+    the mean of the probabilities over its views and crops, and n counts videos; with several label
+    sets (what is in the video, which way it moves) the outputs are theirs side by side, the loss is
+    the sum of their losses, and "top1" of validation the mean of theirs.
+
+    Args:
+        model: timm's name of a video model, or hf:NAME_OR_FOLDER.
+        controls: test again with the frames of every clip "reversed", "shuffled" (each clip in an
+            order of its own, by a fixed seed), or "still" (the middle frame alone, repeated): what
+            the model makes of time.
+        keywords: those of ImageClassifier.
+    """
+
+    counted = "videos"
+
+    def __init__(
+        self,
+        model: str = "video_vit_preproj_tiny",
+        controls: list[str] | None = None,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(model=model, **keywords)
+        unknown = sorted(set(controls or ()) - set(CONTROLS))
+        if unknown:
+            raise ValueError(f"controls are {', '.join(CONTROLS)}, found {unknown[0]!r}")
+        self.save_hyperparameters({"controls": list(controls or [])}, logger=False)
+        self.label_sets: dict[str, list[str]] | None = None
+
+    # ---- label sets -----------------------------------------------------------------------------
+
+    def classes_of(self, data: Any) -> list[str] | None:
+        if data is None or not hasattr(data, "label_sets"):
+            return None
+        found = {name: list(classes) for name, classes in data.label_sets.items()}
+        if self.mix_config.enabled and len(found) > 1:
+            raise ValueError(
+                f"mix: mixed clips have one label set, the data have {', '.join(found)}; set "
+                "mix.mixup and mix.cutmix to 0, or train on one"
+            )
+        self.label_sets = found
+        return output_names(found)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Classes of each label set, in order of the outputs."""
+        assert self.label_sets is not None, "configure_model has not run"
+        return [len(classes) for classes in self.label_sets.values()]
+
+    def make_metrics(self, num_classes: int) -> None:
+        if self.label_sets is None:  # without data: one set
+            self.label_sets = {"class": self.classes or [str(i) for i in range(num_classes)]}
+        sizes = dict(zip(self.label_sets, self.sizes, strict=True))
+
+        def metrics(per_class: bool) -> nn.ModuleDict:
+            return nn.ModuleDict(
+                {f"set_{name}": EvaluationMetrics(n, per_class) for name, n in sizes.items()}
+            )
+
+        self.val_metrics, self.test_metrics = metrics(False), metrics(True)
+        self.control_metrics = nn.ModuleDict({c: metrics(False) for c in self.hparams.controls})
+        self.opposite = SumMetric(nan_strategy="disable")  # reversed clips seen the other way round
+
+    # ---- steps ----------------------------------------------------------------------------------
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        clips, targets = batch
+        n = len(targets)
+        if self.mixer is not None:
+            shape = clips.shape  # boxes and flips of the mixer are over [B, C, H, W]
+            clips, soft = self.mixer(clips.flatten(1, 2), targets[:, 0])
+            loss = self.criterion(self.model(clips.reshape(shape)), soft)
+        else:
+            parts = self.model(clips).split(self.sizes, 1)
+            losses = [self.criterion(part, t) for part, t in zip(parts, targets.T, strict=True)]
+            loss = torch.stack(losses).sum()
+        self.count_loss(loss, n, batch_idx)
+        return loss
+
+    def log_probabilities(self, clips: Tensor) -> list[Tensor]:
+        """Log of the mean probability over views, of each label set.
+
+        Shape: clips [B, V, C, T, H, W] -> [B, K] each, K the set's classes.
+        """
+        logits = self.evaluated(clips.flatten(0, 1)).float()
+        found = []
+        for part in logits.split(self.sizes, 1):
+            probability = part.sigmoid() if self.hparams.bce else part.softmax(1)
+            found.append(probability.unflatten(0, clips.shape[:2]).mean(1))
+        return [(p / p.sum(1, keepdim=True)).clamp_min(1e-30).log() for p in found]
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._count(self.log_probabilities(batch[0]), batch[1], self.val_metrics)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        clips, targets = batch
+        if self.examples is None:
+            self.examples = clips[:EXAMPLES, 0].detach().cpu()
+        scores = self.log_probabilities(clips)
+        self._count(scores, targets, self.test_metrics)
+        for name, metrics in self.control_metrics.items():
+            found = self.log_probabilities(retimed(clips, name, batch_idx))
+            self._count(found, targets, metrics)
+            if name == "reversed":
+                self._count_opposite(scores, found, targets)
+
+    def _count(self, scores: list[Tensor], targets: Tensor, metrics: nn.ModuleDict) -> None:
+        for part, target, metric in zip(scores, targets.T, metrics.values(), strict=True):
+            metric.update(part, target)
+
+    def _count_opposite(self, scores: list[Tensor], back: list[Tensor], targets: Tensor) -> None:
+        """How often a clip played backwards is taken for the opposite of what it is taken for."""
+        for name, opposites in self._opposites().items():
+            assert self.label_sets is not None
+            names = list(self.label_sets)
+            place, classes = names.index(name), self.label_sets[name]
+            mapped = torch.tensor([classes.index(opposites[c]) for c in classes])
+            forward, backward = scores[place].argmax(1), back[place].argmax(1)
+            agree = mapped.to(forward.device)[forward] == backward
+            self.opposite.update((agree & (targets[:, place] >= 0)).sum())
+
+    def _opposites(self) -> Mapping[str, Mapping[str, str]]:
+        """{label set: {class: class that the reversed video is of}}, where the data know."""
+        return getattr(self._data(), "opposites", None) or {}
+
+    # ---- results --------------------------------------------------------------------------------
+
+    def on_validation_epoch_end(self) -> None:
+        result = self._sets(self.val_metrics)
+        if result["n"]:
+            logged = {"n": float(result["n"]), "top1": result["top1"], "loss": result["loss"]}
+            if len(result["sets"]) > 1:
+                logged |= {f"top1_{name}": part["top1"] for name, part in result["sets"].items()}
+            self.log_dict({f"val/{key}": v for key, v in logged.items() if v is not None})
+            result |= {f"top1_{name}": part["top1"] for name, part in result["sets"].items()}
+        if not self.trainer.sanity_checking:
+            self._val_result = {key: v for key, v in result.items() if key != "sets"}
+
+    def on_test_epoch_end(self) -> None:
+        self.test_result = self._sets(self.test_metrics)
+        self.test_result["controls"] = {
+            name: self._sets(metrics) for name, metrics in self.control_metrics.items()
+        }
+        if "reversed" in self.control_metrics and self._opposites():
+            self.test_result["opposite"] = int(self.opposite.compute())
+        self.opposite.reset()
+        self.log("test/n", float(self.test_result["n"]))
+
+    def _sets(self, metrics: nn.ModuleDict) -> dict[str, Any]:
+        """The figures of a split: of each label set, and over them mean top-1 and summed loss."""
+        sets = {}
+        for name, metric in metrics.items():
+            sets[name.removeprefix("set_")] = metric.result()
+            metric.reset()
+        first = next(iter(sets.values()))
+        if not first["n"]:
+            return {"n": 0, "sets": sets}
+        losses = [part["loss"] for part in sets.values()]
+        return {
+            "n": first["n"],
+            "top1": sum(part["top1"] for part in sets.values()) / len(sets),
+            "loss": None if None in losses else sum(losses),
+            "n_loss": first["n_loss"],
+            "sets": sets,
+        }
+
+    def metrics(self, result: dict[str, Any] | None) -> dict[str, Any] | None:
+        """One label set: as for images. Several: their mean top-1, and each by its name."""
+        if not result or not result.get("n"):
+            return None
+        sets = result.get("sets")
+        if sets is None:  # a row of the history
+            found: dict[str, Any] = {"top1": {"value": result["top1"], "n": int(result["n"])}}
+            found["loss"] = {"value": result.get("loss"), "n": int(result["n_loss"])}
+            return found
+        found = {name: metrics_of(part) for name, part in sets.items()}
+        if len(found) == 1:
+            found = next(iter(found.values()))
+        else:
+            mean = {"value": result["top1"], "n": result["n"], "of": list(found)}
+            loss = {"value": result["loss"], "n": result["n_loss"]}
+            found = {"top1": mean, "loss": loss, "label_sets": found}
+        controls = {name: self.metrics(part) for name, part in result.get("controls", {}).items()}
+        if "opposite" in result:
+            n = next(iter(sets.values()))["n_loss"]
+            controls["reversed"] |= {"opposite": proportion(result["opposite"], n)}
+        return found | ({"controls": controls} if controls else {})
+
+    def facts(self) -> dict[str, Any]:
+        facts, sets = super().facts(), (self.test_result or {}).get("sets")
+        rows = {
+            name: class_rows(part if part["n"] else None, (self.label_sets or {}).get(name))
+            for name, part in (sets or {}).items()
+        }
+        facts["per_class"] = next(iter(rows.values())) if len(rows) == 1 else rows or None
+        return facts
+
+    def headline(self, metrics: dict[str, Any]) -> list[list[str]]:
+        rows = [[f"test top-1{label}", percent(f)] for label, f in _accuracies(metrics)]
+        for name, control in (metrics.get("controls") or {}).items():
+            rows += [[f"frames {name}{label}", percent(f)] for label, f in _accuracies(control)]
+            if "opposite" in control:
+                rows.append(["  taken for the opposite", percent(control["opposite"])])
+        return rows
+
+    # ---- checkpoints ----------------------------------------------------------------------------
+
+    def saved_facts(self) -> dict[str, Any]:
+        return super().saved_facts() | {"label_sets": self.label_sets}
+
+    def load_facts(self, facts: dict[str, Any]) -> None:
+        super().load_facts(facts)
+        self.label_sets = self.label_sets or facts.get("label_sets")
+
+    def data_spec(self, init: dict[str, Any]) -> dict[str, Any]:
+        # The training mapping: a folder of other classes must not renumber it.
+        return {**init, "label_sets": self.label_sets}
+
+
+def output_names(label_sets: Mapping[str, list[str]]) -> list[str]:
+    """A name for each output: the class, behind the name of its set where there are several."""
+    if len(label_sets) == 1:
+        return list(next(iter(label_sets.values())))
+    return [f"{name}: {c}" for name, classes in label_sets.items() for c in classes]
+
+
+def retimed(clips: Tensor, how: str, seed: int = 0) -> Tensor:
+    """Clips with their frames in another order: see CONTROLS. Shape: [B, V, C, T, H, W], kept."""
+    frames = clips.shape[3]
+    if how == "reversed":
+        return clips.flip(3)
+    if how == "still":
+        return clips[:, :, :, frames // 2 : frames // 2 + 1].expand_as(clips)
+    assert how == "shuffled", how
+    generator = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(frames, generator=generator) for _ in range(len(clips))]
+    return torch.stack(
+        [
+            clip.index_select(2, order.to(clip.device))
+            for clip, order in zip(clips, orders, strict=True)
+        ]
+    )
+
+
+def _accuracies(metrics: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    sets: Mapping[str, Any] = metrics.get("label_sets") or {}
+    figures: list[tuple[str, Any]] = [(f", {name}", part["top1"]) for name, part in sets.items()]
+    return figures or [("", metrics.get("top1"))]

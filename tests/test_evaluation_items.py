@@ -1,0 +1,134 @@
+"""Items from files: which columns, which join, and what is said of a bad line."""
+
+import gzip
+import json
+
+import pytest
+
+from mmpreproj.evaluation import ChoiceItem, LambadaItem, read_choices, read_lambada
+
+PASSAGE = "He looked at the stone,\nand at her. It was a small stone"
+
+
+def json_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_lambada_of_either_form_splits_before_the_last_word(tmp_path):
+    whole = json_lines(tmp_path / "a.jsonl", [{"text": PASSAGE}, {"text": PASSAGE + "\n"}])
+    context, word = PASSAGE.rsplit(" ", 1)
+    expected = LambadaItem(context, " stone")
+    assert read_lambada(whole) == [expected, expected]
+    # without a space, with one before the word, with one behind the context
+    rows = [
+        {"context": context, "continuation": word},
+        {"context": context, "continuation": f" {word}"},
+        {"context": f"{context} ", "continuation": word},
+    ]
+    found = read_lambada(json_lines(tmp_path / "b.jsonl", rows))
+    assert found == [expected, expected, LambadaItem(f"{context} ", "stone")]
+    assert len({"".join(item.pair()) for item in found}) == 1
+
+
+def test_hellaswag_rows_become_the_harnesss_queries_and_choices(tmp_path):
+    tasks = pytest.importorskip("lm_eval.tasks.hellaswag.utils")
+    datasets = pytest.importorskip("datasets")
+    row = {
+        "ctx_a": "[header] How to dry a stone [title] Find  a towel.",
+        "ctx_b": "the man",
+        "activity_label": "Drying [substeps] stones",
+        "endings": ["dries [it]  well.", "[title] leaves.", "sings, badly.", "is a stone."],
+        "label": "2",
+    }
+    (expected,) = tasks.process_docs(datasets.Dataset.from_list([row]))
+    (found,) = read_choices(json_lines(tmp_path / "a.jsonl", [row]))
+    assert found.context == expected["query"]
+    assert list(found.choices) == expected["choices"] and found.gold == expected["gold"] == 2
+    assert found.pairs()[2] == (expected["query"], " " + expected["choices"][2])
+
+
+def test_piqa_rows_become_a_question_and_its_solutions(tmp_path):
+    row = {"goal": "Dry a stone", "sol1": "use a towel", "sol2": "use a lake", "label": 0}
+    (found,) = read_choices(json_lines(tmp_path / "a.jsonl", [row]))
+    # https://github.com/EleutherAI/lm-evaluation-harness, lm_eval/tasks/piqa/piqa.yaml
+    assert found == ChoiceItem(
+        "Question: Dry a stone\nAnswer:", ("use a towel", "use a lake"), gold=0
+    )
+
+
+def test_a_delimiter_stands_only_where_no_white_space_does():
+    item = ChoiceItem("Question: dry?\n", ("a towel", " a lake"), 0)
+    assert [text for _, text in item.pairs()] == ["a towel", " a lake"]
+    item = ChoiceItem("Then the man", ("sings", " leaves"), 0)
+    assert [text for _, text in item.pairs()] == [" sings", " leaves"]
+    item = ChoiceItem("Question: dry?", ("a towel", "a lake"), 0, delimiter="\nAnswer: ")
+    assert item.pairs()[0][1] == "\nAnswer: a towel"
+
+
+def test_every_kind_of_file_gives_the_same_items(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"query": "Then é", "choices": ["a", "b", "c"], "gold": i} for i in range(3)]
+    expected = read_choices(json_lines(tmp_path / "a.jsonl", rows))
+    assert [item.gold for item in expected] == [0, 1, 2]
+    text = (tmp_path / "a.jsonl").read_bytes()
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(text))
+    (tmp_path / "c.json").write_bytes(b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n\r\n"))
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "d.parquet")
+    table.save_to_disk(tmp_path / "e")
+    for name in ("b.jsonl.gz", "c.json", "d.parquet", "e"):
+        assert read_choices(tmp_path / name) == expected, name
+
+
+CHOICES = {"query": "Then", "choices": ["a", "b"], "gold": 1}
+
+
+@pytest.mark.parametrize(
+    ("read", "line", "told"),
+    [
+        (read_lambada, '{"context": "It was"}', "line 2: no 'text' among .*'context'.*columns are"),
+        (read_lambada, '{"context": "It", "continuation": " "}', "line 2: .*continuation is empty"),
+        (read_lambada, '{"text": 3}', "line 2: 'text' must be text, found 3"),
+        (read_lambada, '{"text": "It', "line 2: not JSON"),
+        (read_lambada, '["text"]', "line 2: one JSON object"),
+        (read_lambada, b'{"text": "\xff"}', "line 2: not JSON in UTF-8"),
+        (read_choices, json.dumps(CHOICES | {"gold": 2}), "line 2: .*is 2, but there are 2"),
+        (read_choices, json.dumps(CHOICES | {"gold": -1}), "line 2: .*is -1"),
+        (read_choices, json.dumps(CHOICES | {"gold": ""}), "line 2: .*part without answers"),
+        (read_choices, json.dumps(CHOICES | {"choices": ["a"]}), "line 2: at least two"),
+        (read_choices, json.dumps(CHOICES | {"choices": ["a", ""]}), "line 2: .*not empty"),
+        (read_choices, '{"query": "Then"}', "line 2: no 'choices'"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_file_and_number(read, line, told, tmp_path):
+    good = CHOICES | {"text": PASSAGE}
+    path = tmp_path / "items.jsonl"
+    line = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes(json.dumps(good).encode() + b"\n" + line + b"\n")
+    with pytest.raises(ValueError, match=f"items.jsonl, {told}"):
+        read(path)
+
+
+def test_what_is_no_file_of_items_says_what_would_be(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no .*absent.jsonl.*hf:NAME"):
+        read_lambada(tmp_path / "absent.jsonl")
+    (tmp_path / "items.csv").write_text("a,b\n")
+    with pytest.raises(ValueError, match="none of .jsonl"):
+        read_lambada(tmp_path / "items.csv")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="holds no items"):
+        read_lambada(tmp_path / "empty.jsonl")
+    with pytest.raises(ValueError, match="which part|say which part"):
+        read_choices("hf:hellaswag")
+    pytest.importorskip("pyarrow")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match="not a parquet file"):
+        read_choices(tmp_path / "broken.parquet")
+
+
+def test_a_hub_name_without_the_hub_is_a_connection_error(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConnectionError, match="parquet or JSON-lines files"):
+        read_choices("hf:nobody/nothing-of-this-name::validation")
