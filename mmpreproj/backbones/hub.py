@@ -22,22 +22,20 @@ def reachable(endpoint: str, seconds: float = 5.0) -> bool:
     return True
 
 
-def in_cache(repository: str, files: Iterable[str], revision: str | None = None) -> bool:
-    """Whether any of `files` of a hub repository is in the local cache."""
+def cached_snapshot(
+    repository: str, files: Iterable[str], revision: str | None = None
+) -> Path | None:
+    """The folder in the local cache that holds any of `files` of a hub repository.
+
+    Its name is the commit.
+    """
     from huggingface_hub import try_to_load_from_cache
 
-    return any(
-        isinstance(try_to_load_from_cache(repository, file, revision=revision), str)
-        for file in files
-    )
-
-
-def cached_commit(repository: str, revision: str | None = None) -> str | None:
-    """The commit of a repository's config.json in the local cache."""
-    from huggingface_hub import try_to_load_from_cache
-
-    path = try_to_load_from_cache(repository, "config.json", revision=revision)
-    return Path(path).parent.name if isinstance(path, str) else None
+    for file in files:
+        path = try_to_load_from_cache(repository, file, revision=revision)
+        if isinstance(path, str):
+            return Path(path).parent
+    return None
 
 
 def require_hub(what: str, advice: str) -> None:

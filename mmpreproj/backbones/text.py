@@ -6,6 +6,7 @@ weights are read as safetensors, or as a state dict without unpickling anything 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -19,15 +20,14 @@ import torch
 from torch import nn
 
 from mmpreproj.attach import attach
-from mmpreproj.backbones.hub import cached_commit
 from mmpreproj.backbones.text_sources import (
     MODEL_FILES,
     TOKENIZER_FILES,
     Source,
     file_hash,
     find_source,
-    require_files,
     require_hub_for,
+    snapshot,
     unpacked,
 )
 from mmpreproj.preproj import PreProjConfig
@@ -322,21 +322,20 @@ def _from_pretrained(
     what: str,
     files: tuple[tuple[str, ...], ...],
 ) -> Any:
-    cached = False
-    if source.kind == "hub":
-        # what is in the cache is not asked for again: the hub may be gone, or slow
-        cached = require_files(source, *files)
-        keywords = {**keywords, "local_files_only": cached}
-        if source.revision is not None:
-            keywords["revision"] = source.revision
+    # What is in the cache is not asked for again, and named by its folder: by its hub name,
+    # transformers asks the hub for possible adapters all the same, for half a minute.
+    cached = snapshot(source, *files) if source.kind == "hub" else None
     try:
-        return auto.from_pretrained(source.place, trust_remote_code=False, **keywords)
-    except Exception as error:  # each of the formats has errors of its own
-        if cached and isinstance(error, OSError):  # some of its files were there, not all
+        if cached is not None:
+            with contextlib.suppress(OSError):  # some of its files may be missing
+                return auto.from_pretrained(cached, trust_remote_code=False, **keywords)
+        if source.kind == "hub":
             require_hub_for(source)
-            return auto.from_pretrained(
-                source.place, trust_remote_code=False, **{**keywords, "local_files_only": False}
-            )
+            keywords = {**keywords, "revision": source.revision or "main"}
+        return auto.from_pretrained(source.place, trust_remote_code=False, **keywords)
+    except ConnectionError:
+        raise
+    except Exception as error:  # each of the formats has errors of its own
         raise ValueError(f"{source.name} cannot be loaded as {what}: {error}") from error
 
 
@@ -357,10 +356,11 @@ def _info(
     source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: str
 ) -> dict[str, Any]:
     gguf = source.kind == "gguf"
+    commit = snapshot(source, ("config.json",)) if source.kind == "hub" else None
     return {
         "source": source.name,
         "kind": source.kind,
-        "revision": cached_commit(source.place, source.revision) if source.kind == "hub" else None,
+        "revision": commit.name if commit is not None else None,
         "file": Path(source.place).name if gguf else None,
         "hash": f"blake2b:{file_hash(source.place)}" if gguf else None,
         "architecture": type(model).__name__,

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from mmpreproj.backbones.hub import in_cache, require_hub
+from mmpreproj.backbones.hub import cached_snapshot, require_hub
 
 _logger = logging.getLogger(__name__)
 
@@ -116,20 +116,26 @@ def _only_gguf(name: str, found: list[Path]) -> Path:
     return found[0]
 
 
+def snapshot(source: Source, *wanted: tuple[str, ...]) -> Path | None:
+    """The folder of a hub name in the cache, where it has one file of each tuple."""
+    found = [cached_snapshot(source.place, files, source.revision) for files in wanted]
+    return found[0] if all(found) else None
+
+
 def require_files(source: Source, *wanted: tuple[str, ...]) -> bool:
-    """Whether a hub name is wholly in the cache, with one file of each tuple. Else asks the hub.
+    """Whether a hub name is in the cache, with one file of each tuple; else the hub is needed.
 
     Raises:
         ConnectionError: at once, if it is not in the cache and there is no hub to be reached.
     """
-    if all(in_cache(source.place, files, source.revision) for files in wanted):
+    if snapshot(source, *wanted) is not None:
         return True
     require_hub_for(source)
     return False
 
 
 def require_hub_for(source: Source) -> None:
-    """Raises ConnectionError if the hub, where the source would come from, is not there."""
+    """Raises ConnectionError, at once, if the hub that the source would come from is not there."""
     require_hub(
         f"{source.name} is no local folder, so it is taken for a hub name",
         "Download it on a machine with a network (hf download NAME --local-dir FOLDER), and give "
