@@ -25,8 +25,8 @@ else:
     if "--fail" in words:
         sys.exit("no luck")
 record = {"finished": True, "test": {"top1": {"value": top1, "n": 100}, "loss": {"value": 0.1}},
-          "n": {"test": 100}, "parameters": {"total": 7, "new": 2}, "training": {"seconds": 3.0},
-          "skip_strength": [{"layer": 0, "weight": 0.25}]}
+          "n": {"test": 100}, "parameters": {"total": 7, "new": 2, "trainable": 5},
+          "training": {"seconds": 3.0}, "skip_strength": [{"layer": 0, "weight": 0.25}]}
 (folder / "record.json").write_text(json.dumps(record))
 """
 
@@ -60,9 +60,8 @@ def test_every_arm_runs_with_every_seed_and_the_table_adds_up(study, train, tmp_
     assert wide["difference"]["std"] == pytest.approx(0.0, abs=1e-12)
     assert (wide["n_test"], wide["parameters"], wide["new_parameters"]) == (100, 7, 2)
     table = markdown(study, [plain, wide])
-    assert (
-        "| wide | 7 | 2 | 0.9100 ± 0.0141 | 0.100 ± 0.000 | 0: 0.9000, 2: 0.9200 | +0.1000" in table
-    )
+    figures = "0.9100 ± 0.0141 | 0.100 ± 0.000 | 0: 0.9000, 2: 0.9200 | +0.1000 ± 0.0000"
+    assert f"| wide | 7 | 2 | 5 | {figures} |" in table
     png = arms_by_seed([plain, wide], tmp_path / "summary.png", "s")
     assert png.read_bytes().startswith(b"\x89PNG")
 
@@ -88,7 +87,7 @@ def test_a_failed_run_is_named_and_stays_missing(study, train, tmp_path):
     assert len(failed) == 4 and sum("FAILED" in line for line in told) == 4
     rows = summarise(study, tmp_path / "runs", ["--fail"])
     assert rows[0]["missing"] == [0, 2] and rows[0]["figures"]["test top-1"]["mean"] is None
-    assert "| plain | – | – | – | – | – | – | – | – | – x 0 seeds |" in markdown(study, rows)
+    assert "| plain | – | – | – | – | – | – | – | – | – | – x 0 seeds |" in markdown(study, rows)
     arms_by_seed(rows, tmp_path / "empty.png")
 
 

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from text_data import character_tokenizer
 
 from mmpreproj.analysis.study import Study
-from mmpreproj.training import build
+from mmpreproj.backbones.text import new_language_model
+from mmpreproj.training import LanguageModel, build
 from mmpreproj.training.cli import TrainCLI
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -19,37 +21,54 @@ def name(path):
     return str(path.relative_to(CONFIGS))
 
 
-def built(arguments, tmp_path):
-    """Module and data module of a command line; weights are not fetched."""
-    cli = TrainCLI([*arguments, "--run.root", str(tmp_path), "--trainer.accelerator", "cpu"])
+def parsed(arguments, tmp_path):
+    """The command line's modules, built as far as nothing is fetched or loaded."""
+    return TrainCLI([*arguments, "--run.root", str(tmp_path), "--trainer.accelerator", "cpu"])
+
+
+def built(cli):
+    """The model of the module, without its weights; None where it comes from elsewhere."""
     h = cli.model.hparams
-    model = build.build_model(
+    if isinstance(cli.model, LanguageModel):
+        if h.model is not None:
+            return None
+        tokenizer = character_tokenizer()
+        return new_language_model(h.model_type, h.model_args, tokenizer, cli.model.preproj_config)
+    if h.model.startswith("hf:"):
+        return None
+    return build.build_model(
         h.model, h.num_classes or 10, h.model_args, preproj=cli.model.preproj_config
     )
-    return cli, model
 
 
 @pytest.mark.parametrize("path", RUNS, ids=name)
 def test_configs_are_valid_and_build(path, tmp_path):
-    cli, model = built(["--config", str(path)], tmp_path)
-    size = build.input_config(model)["input_size"]
-    with torch.no_grad():
-        assert model.eval()(torch.zeros(1, *size)).shape == (1, 10)
+    cli = parsed(["--config", str(path)], tmp_path)
+    assert cli.datamodule.batch_size > 0
+    model = built(cli)
+    if model is None:
+        return
     if cli.model.hparams.freeze_base:
         build.freeze(model)
-    assert cli.datamodule.batch_size > 0
+    with torch.no_grad():
+        if isinstance(cli.model, LanguageModel):
+            assert model.eval()(torch.zeros(1, 8, dtype=torch.long)).logits.shape == (1, 8, 32)
+        else:
+            size = build.input_config(model)["input_size"]
+            assert model.eval()(torch.zeros(1, *size)).shape == (1, 10)
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=name)
-def test_studies_are_valid_and_their_arms_build(path, tmp_path):
+def test_studies_are_valid_and_their_arms_build(path, tmp_path, monkeypatch):
+    monkeypatch.setattr("mmpreproj.training.language.check_sources", lambda configs: None)
     study = Study.read(path)
     counts = {}
-    for run in study.runs():
-        if run.seed == study.seeds[0]:
-            config, *settings = run.arguments
-            _, model = built(["--config", config, *settings], tmp_path)
-            counts[run.arm] = sum(p.numel() for p in model.parameters())
-    if path.stem == "cifar10":  # the wider MLP is there to match the method's parameters
+    for run in [*study.choosing_runs(), *study.runs()]:
+        if run.candidate is not None or run.seed == study.seeds[0]:
+            model = built(parsed(["--config", run.arguments[0], *run.arguments[1:]], tmp_path))
+            if model is not None:
+                counts[run.arm] = sum(p.numel() for p in model.parameters())
+    if "wider-mlp" in counts:  # it is there to match the method's parameters
         assert (
             abs(counts["wider-mlp"] / counts["method"] - 1)
             < 1e-3

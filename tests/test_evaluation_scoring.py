@@ -292,6 +292,11 @@ def test_windows_score_every_token_but_the_first_once(n, window, stride):
     assert seen == list(range(1, n))
 
 
+def test_windows_are_as_few_as_can_be():
+    # ten are read at once: 1-10 are scored, then five more each time, the last four behind six
+    assert list(windows(25, 10, 5)) == [(0, 11, 10), (5, 16, 5), (10, 21, 5), (14, 25, 4)]
+
+
 def test_windows_refuse_a_stride_that_would_skip_tokens():
     for stride in (0, 11):
         with pytest.raises(ValueError, match="from 1 to the window"):

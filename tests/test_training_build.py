@@ -150,7 +150,7 @@ def test_code_in_a_weights_file_is_not_run(tmp_path):
 
 
 def test_pretrained_without_a_network_names_the_hub_id_and_the_way_out(monkeypatch):
-    monkeypatch.setattr(build, "_reachable", lambda endpoint: False)
+    monkeypatch.setattr("mmpreproj.backbones.hub.reachable", lambda endpoint: False)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *args: None)
     with pytest.raises(ConnectionError, match="timm/vit_tiny_patch16_224.*--model.weights FILE"):
         vit(pretrained=True)
@@ -176,3 +176,25 @@ def test_another_image_size_is_refused_unless_the_model_is_dynamic():
         build.check_image_size(vit(), used)
     build.check_image_size(build.build_model(VIT, 3, {**ARGS, "dynamic_img_size": True}), used)
     build.check_image_size(build.build_model("test_resnet", 3), used)
+
+
+CLIP_ARGS = {"img_size": 32, "num_frames": 4, "depth": 1, "embed_dim": 48, "num_heads": 3}
+
+
+def test_the_input_config_of_a_video_model_tells_its_frames_in_plain_types():
+    model = build.build_model("video_vit_preproj_tiny", 3, {**CLIP_ARGS, "in_chans": 1})
+    config = build.input_config(model)
+    assert config["input_size"] == [1, 4, 32, 32]
+    assert config["mean"] == pytest.approx([(0.485 + 0.456 + 0.406) / 3])
+    assert all(type(size) is int for size in config["input_size"])
+
+
+def test_clips_that_do_not_divide_and_data_of_the_other_kind_are_refused():
+    model = build.build_model("video_vit_preproj_tiny", 3, CLIP_ARGS)
+    build.check_image_size(model, {"input_size": [3, 6, 48, 64]})  # any that divides
+    with pytest.raises(ValueError, match="3 frames does not divide into tubelets of 2"):
+        build.check_image_size(model, {"input_size": [3, 3, 32, 32]})
+    with pytest.raises(ValueError, match="the data give images, .* takes clips"):
+        build.check_image_size(model, {"input_size": [3, 32, 32]})
+    with pytest.raises(ValueError, match="the data give clips, VisionTransformer takes images"):
+        build.check_image_size(vit(), {"input_size": [3, 4, 32, 32]})

@@ -1,6 +1,10 @@
 """Measure side by side: alternating runs in one process or of whole processes, medians and ratios.
 
     python tools/benchmark.py step                     # a model with the method against without it
+    python tools/benchmark.py step --model video_vit_preproj_tiny --frames 8 --img-size 112
+    python tools/benchmark.py probe                    # a frozen probe's step against LoRA's
+    python tools/benchmark.py scoring --lambada FILE   # evaluation against lm-evaluation-harness
+    python tools/benchmark.py loading --workers 1 2    # clips a second against other readers
     python tools/benchmark.py loop --peer TRAIN_PY --data FOLDER --workers 1 2
                                                        # our training loop against timm's train.py
 
@@ -11,65 +15,43 @@ import argparse
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+import benchmark_loading
+import benchmark_probe
+import benchmark_scoring
 import timm
 import torch
+from measuring import alternate, count_flops, report
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import mmpreproj
 
 TRAIN = Path(__file__).with_name("train.py")
 
 
-def alternate(runs: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Run each in turn, `repeats` rounds after one that does not count; gives what they return."""
-    values: dict[str, list[float]] = {name: [] for name in runs}
-    for round_number in range(repeats + 1):
-        for name, run in runs.items():
-            value = run()
-            if round_number:
-                values[name].append(value)
-    return values
-
-
-def report(title: str, values: dict[str, list[float]], unit: str) -> dict[str, object]:
-    """Print the medians of each, and the ratio of the first to each other, round by round."""
-    names = list(values)
-    print(f"\n{title}  ({len(values[names[0]])} rounds, alternating)")
-    print(f"  {'':28} {'median':>10} {'min':>10} {'max':>10}  {unit}")
-    for name in names:
-        runs = values[name]
-        print(f"  {name:28} {statistics.median(runs):10.3f} {min(runs):10.3f} {max(runs):10.3f}")
-    ratios = {}
-    for name in names[1:]:
-        pairs = [a / b for a, b in zip(values[names[0]], values[name], strict=True)]
-        ratios[name] = statistics.median(pairs)
-        spread = f"[{min(pairs):.3f}, {max(pairs):.3f}]"
-        print(f"  {names[0]} / {name}: median ratio {ratios[name]:.3f} {spread}")
-    return {"title": title, "unit": unit, "runs": values, "median_ratio": ratios}
-
-
 def step(options: argparse.Namespace) -> list[dict[str, object]]:
     """Time of a step with both parts against the same class with neither, beside the FLOP ratio."""
+    sizes = {"img_size": options.img_size} if options.img_size else {}
+    if options.frames:
+        sizes["num_frames"] = options.frames
+    sizes |= {"attention": options.attention} if options.attention else {}
+    off = {"pre_projection": False, "content_skip": False}
     models = {
-        "method": timm.create_model(options.model),
-        "both parts off": timm.create_model(
-            options.model, pre_projection=False, content_skip=False
-        ),
+        "method": timm.create_model(options.model, **sizes),
+        "both parts off": timm.create_model(options.model, **sizes, **off),
     }
     with torch.no_grad():  # at the identity W_down and W_skip are zeros, which may be quicker
         for module in mmpreproj.preproj_modules(models["method"]).values():
             for parameter in module.parameters():
                 parameter.normal_(std=0.02)
     size = timm.models.get_model_input_config(models["method"])["input_size"]
+    if hasattr(models["method"], "num_frames"):
+        size = (size[0], models["method"].num_frames, *size[-2:])
     images = torch.randn(options.batch_size, *size)
 
     def forward(model: nn.Module) -> float:
@@ -96,12 +78,6 @@ def step(options: argparse.Namespace) -> list[dict[str, object]]:
         results.append(report(title, timed, "seconds") | {"flop_ratio": ratio})
         print(f"  FLOP ratio {ratio:.3f}")
     return results
-
-
-def count_flops(run: Callable[[nn.Module], float], model: nn.Module) -> int:
-    with FlopCounterMode(display=False) as counter:
-        run(model)
-    return counter.get_total_flops()
 
 
 def loop(options: argparse.Namespace) -> list[dict[str, object]]:
@@ -203,6 +179,9 @@ def main() -> None:
     one.add_argument("--model", default="vit_preproj_base")
     one.add_argument("--batch-size", type=int, default=8)
     one.add_argument("--repeats", type=int, default=15)
+    one.add_argument("--img-size", type=int, help="other than the model's")
+    one.add_argument("--frames", type=int, help="of a video model, other than its own")
+    one.add_argument("--attention", help="of a video model: joint or divided")
     two = parts.add_parser("loop", help=loop.__doc__)
     two.add_argument("--peer", type=Path, required=True, help="train.py of timm's repository")
     two.add_argument("--data", type=Path, required=True, help="a class-folder tree")
@@ -214,8 +193,16 @@ def main() -> None:
     two.add_argument("--images", type=int, default=4000, help="in the epoch")
     two.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     two.add_argument("--repeats", type=int, default=5)
+    parts_elsewhere = {
+        "probe": benchmark_probe,
+        "scoring": benchmark_scoring,
+        "loading": benchmark_loading,
+    }
+    for module in parts_elsewhere.values():
+        module.add_parser(parts)
     options = parser.parse_args()
-    results = {"step": step, "loop": loop}[options.part](options)
+    mains = {"step": step, "loop": loop, **{k: m.main for k, m in parts_elsewhere.items()}}
+    results = mains[options.part](options)
     if options.out:
         facts = {"torch": torch.__version__, "timm": timm.__version__, "results": results}
         options.out.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

@@ -92,13 +92,14 @@ def markdown(study: Study, rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows of `summarise` as Markdown: arms, and candidates; what is missing is a dash."""
     label, main = next(iter(study.figures.items()))
     choice = any(row["candidates"] for row in rows)
-    head = ["arm", *(["chosen"] if choice else []), "parameters", "new", *study.figures]
+    head = ["arm", *(["chosen"] if choice else []), "parameters", "new", "trained", *study.figures]
     head += ["by seed", "difference", "seconds", "peak GiB", "n"]
     table = []
     for row in rows:
         seeds = row["figures"][label]["by_seed"].items()
         cells = [row["arm"], *([told(row["chosen"] or {}) or "–"] if choice else [])]
-        cells += [_number(row["parameters"], ",d"), _number(row["new_parameters"], ",d")]
+        counts = ("parameters", "new_parameters", "trainable")
+        cells += [_number(row[name], ",d") for name in counts]
         cells += [_spread(row["figures"][name], f.form) for name, f in study.figures.items()]
         cells += [
             ", ".join(f"{seed}: {_number(v, main.form)}" for seed, v in seeds) or "–",

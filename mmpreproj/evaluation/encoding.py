@@ -160,7 +160,7 @@ def windows(n: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
         raise ValueError(f"stride must be from 1 to the window ({window} tokens), found {stride}")
     done = 1
     while done < n:
-        end = min(n, done + stride)
+        end = min(n, done + (stride if done > 1 else window))
         yield max(0, end - window - 1), end, end - done
         done = end
 

@@ -1,29 +1,35 @@
-"""A timm model ready to train: created, given weights, attached to, frozen. Errors come early."""
+"""A model ready to train: created, given weights, attached to, frozen. Errors come early.
+
+Models are timm's, by timm's names (`vit_preproj_base`, `hf-hub:…`), or image and video classifiers
+of transformers: `hf:` before a hub name or a folder (`mmpreproj.backbones.hf_vision`).
+"""
 
 from __future__ import annotations
 
 import difflib
 import logging
 import os
-import re
-import socket
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import timm
-import torch
 from timm.data import resolve_model_data_config
-from timm.models import get_model_input_config, load_state_dict
+from timm.models import get_model_input_config
 from torch import Tensor, nn
 
 import mmpreproj
+from mmpreproj.data.image import ImageDataModule
 from mmpreproj.preproj import PreProjConfig
+from mmpreproj.training.weights import (
+    REPOSITORIES,
+    LoadReport,
+    fill_method,
+    hub_source,
+    local_source,
+)
 
-# What timm looks for in a hub repository
-WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
+HUGGING_FACE = "hf:"
 
 
 def build_model(
@@ -34,15 +40,19 @@ def build_model(
     weights: str | os.PathLike[str] | None = None,
     preproj: PreProjConfig | None = None,
 ) -> nn.Module:
-    """Create a timm model and attach the method to it, after its weights are there.
+    """Create a model and attach the method to it, after its weights are there.
 
     Args:
-        name: any name that timm.create_model takes.
+        name: any name that timm.create_model takes, or "hf:" and a hub name or folder of
+            transformers.
         num_classes: width of the classifier. Another one than the weights': fresh.
-        model_args: further keywords of the model.
-        pretrained: take the weights that timm names, from the hub or its local cache.
-        weights: take them from this local file (safetensors, a state dict, or a checkpoint of
-            `ImageClassifier`), resized as timm resizes its own. No code in the file is run.
+        model_args: further keywords of the model; of a transformers model, fields of its
+            configuration.
+        pretrained: take the weights that timm names, from the hub or its local cache; of a
+            transformers model, those beside its configuration.
+        weights: for timm's models, take them from this local file (safetensors, a state dict, or a
+            checkpoint of `ImageClassifier`), resized as timm resizes its own. No code in the file
+            is run.
         preproj: what to attach; None attaches nothing.
 
     Raises:
@@ -55,13 +65,16 @@ def build_model(
     for key in ("num_classes", "pretrained"):
         if key in arguments:
             raise ValueError(f"model_args holds {key}: give it as the module's own {key} instead")
-    arguments["num_classes"] = num_classes
-    source, method = None, {}
-    if weights is not None:
-        source, method = _local_source(name, Path(weights))
-    elif pretrained:
-        source = _hub_source(name)
-    model = _create(name, arguments, source, weights)
+    method: Mapping[str, Tensor] = {}
+    if name.startswith(HUGGING_FACE):
+        model = _create_hf(name, num_classes, arguments, pretrained, weights)
+    else:
+        source = None
+        if weights is not None:
+            source, method = local_source(name, Path(weights))
+        elif pretrained:
+            source = hub_source(name)
+        model = _create(name, {**arguments, "num_classes": num_classes}, source, weights)
     if preproj is not None:
         if mmpreproj.preproj_modules(model):
             raise ValueError(
@@ -70,14 +83,24 @@ def build_model(
             )
         mmpreproj.attach(model, preproj)
     if method:
-        _fill_method(model, method, weights)
+        fill_method(model, method, weights)
     return model
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError, with close matches, if timm has no model of that name."""
-    if name.startswith(("hf-hub:", "hf_hub:", "local-dir:")) or timm.is_model(name.split(".")[0]):
+    """Raises ValueError, with close matches, if timm has no model of that name.
+
+    What stands behind "hf:", "hf-hub:" or "local-dir:" is looked for when the model is built.
+    """
+    if name.startswith(HUGGING_FACE) and name != HUGGING_FACE:
         return
+    if name.startswith(REPOSITORIES) or timm.is_model(name.split(".")[0]):
+        return
+    if "/" in name:
+        raise ValueError(
+            f"model={name!r} is not a timm model; for one of transformers, a hub name or a folder, "
+            f"write {HUGGING_FACE}{name}, for a timm repository hf-hub:{name}"
+        )
     near = difflib.get_close_matches(name.split(".")[0], timm.list_models(), n=5, cutoff=0.5)
     hint = f"close matches: {', '.join(near)}" if near else "timm.list_models() gives all names"
     raise ValueError(f"model={name!r} is not a timm model; {hint}")
@@ -117,6 +140,8 @@ def set_frozen_modes(model: nn.Module) -> None:
     dropout before the classifier, belongs to the classifier.
     """
     model.eval()
+    if hasattr(model, "train_blocks"):  # for gradient checkpointing alone
+        model.train_blocks()
     for preproj in mmpreproj.preproj_modules(model).values():
         preproj.train()
     for path in classifier_names(model):
@@ -126,42 +151,96 @@ def set_frozen_modes(model: nn.Module) -> None:
 
 
 def input_config(model: nn.Module) -> dict[str, Any]:
-    """The model's input as plain types: input_size (C, H, W), interpolation, mean, std, crop_pct,
-    crop_mode. A grey model gets the mean of its colour model's channel statistics."""
-    config = resolve_model_data_config(
-        model, args={"input_size": tuple(get_model_input_config(model)["input_size"])}
-    )
-    channels = config["input_size"][0]
+    """The model's input as plain types: input_size (C, H, W), or (C, T, H, W) for clips,
+    interpolation, mean, std, crop_pct, crop_mode. A grey model gets the mean of its colour model's
+    channel statistics."""
+    channels, *size = get_model_input_config(model)["input_size"]
+    config = resolve_model_data_config(model, args={"input_size": (channels, *size)})
     for key in ("mean", "std"):
         values = [float(value) for value in config[key]]
         if channels == 1 and len(values) != 1:
             values = [sum(values) / len(values)]
         config[key] = values
-    return {**config, "input_size": [int(size) for size in config["input_size"]]}
+    frames = num_frames(model)
+    sizes = (channels, *size) if frames is None else (channels, frames, *size)
+    return {**config, "input_size": [int(size) for size in sizes]}
+
+
+def num_frames(model: nn.Module) -> int | None:
+    """Frames of the clips that a video model is meant for; None for an image model."""
+    return getattr(model, "num_frames", None)
+
+
+def check_kind(model: nn.Module, data: Any) -> None:
+    """Raises ValueError if the data module gives images to a video model, or clips to another."""
+    clips, takes_clips = hasattr(data, "label_sets"), num_frames(model) is not None
+    if clips and not takes_clips:
+        raise ValueError(
+            f"{type(data).__name__} gives clips, {type(model).__name__} takes images: choose a "
+            "video model, such as video_vit_preproj_small"
+        )
+    if takes_clips and isinstance(data, ImageDataModule):
+        raise ValueError(
+            f"{type(data).__name__} gives images, {type(model).__name__} takes clips: use "
+            "VideoDataModule, or an image model"
+        )
 
 
 def check_image_size(model: nn.Module, used: Mapping[str, Any] | None) -> None:
-    """Raises ValueError, naming both sizes, if the data's image size is not the model's."""
+    """Raises ValueError, naming both, if the data's images or clips are not what the model takes.
+
+    Args:
+        used: the data's input configuration, input_size (C, H, W) or (C, T, H, W).
+    """
     if not used or not used.get("input_size"):
         return
-    own = get_model_input_config(model)
-    found, wanted = tuple(used["input_size"])[-2:], tuple(own["input_size"])[-2:]
-    if own.get("fixed_input_size") and tuple(found) != wanted:
+    _, *frames, height, width = used["input_size"]
+    own = num_frames(model)
+    if (own is None) != (not frames):
+        kinds = ("images", "clips") if own is not None else ("clips", "images")
+        raise ValueError(f"the data give {kinds[0]}, {type(model).__name__} takes {kinds[1]}")
+    if hasattr(model, "check_input_size"):
+        model.check_input_size(*frames, height, width)
+        return
+    if own is not None and hasattr(model.patch_embed, "check"):
+        model.patch_embed.check(*frames, height, width)
+    config = get_model_input_config(model)
+    wanted = tuple(config["input_size"])[-2:]
+    if config.get("fixed_input_size") and (height, width) != wanted:
         raise ValueError(
-            f"the data give images of {found[0]}x{found[1]} px, the model takes "
+            f"the data give images of {height}x{width} px, the model takes "
             f"{wanted[0]}x{wanted[1]} only; leave data img_size out, or set model_args "
-            f"img_size={found[0]} (or dynamic_img_size=true, where the model has it)"
+            f"img_size={height} (or dynamic_img_size=true, where the model has it)"
         )
 
 
 def parameter_counts(model: nn.Module) -> dict[str, int]:
-    """How many parameters there are in all, are trained, and were added by the method."""
+    """How many parameters there are in all, are trained, and were added, by the method or LoRA."""
     new = sum(p.numel() for m in mmpreproj.preproj_modules(model).values() for p in m.parameters())
+    new += sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
     return {
         "total": sum(p.numel() for p in model.parameters()),
         "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "new": new,
     }
+
+
+def _create_hf(
+    name: str,
+    num_classes: int,
+    arguments: Mapping[str, Any],
+    pretrained: bool,
+    weights: str | os.PathLike[str] | None,
+) -> nn.Module:
+    if weights is not None:
+        raise ValueError(
+            f"weights={str(weights)!r} go with timm's models; for transformers' give the folder "
+            f"that holds config.json and the weights, as model={HUGGING_FACE}FOLDER with "
+            "pretrained: true"
+        )
+    from mmpreproj.backbones.hf_vision import create_hf_classifier
+
+    return create_hf_classifier(name.removeprefix(HUGGING_FACE), num_classes, arguments, pretrained)
 
 
 def _create(
@@ -170,7 +249,7 @@ def _create(
     source: dict[str, Any] | None,
     weights: str | os.PathLike[str] | None,
 ) -> nn.Module:
-    told = _LoadReport()
+    told = LoadReport()
     builder = logging.getLogger("timm.models._builder")
     level = builder.level
     builder.addHandler(told)
@@ -204,123 +283,6 @@ def _create(
             f"the model, such as {missing[0]!r}; is it a checkpoint of another architecture?"
         )
     return model
-
-
-class _LoadReport(logging.Handler):
-    """Collects the keys that timm found missing in a checkpoint, and those it had no place for."""
-
-    def __init__(self) -> None:
-        super().__init__(level=logging.INFO)
-        self.missing: list[str] = []
-        self.unexpected: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        found = re.match(r"(Missing|Unexpected) keys \((.*?)\) ", record.getMessage())
-        if found:
-            keys = self.missing if found.group(1) == "Missing" else self.unexpected
-            keys += found.group(2).split(", ")
-
-
-def _fill_method(
-    model: nn.Module, method: Mapping[str, Tensor], weights: str | os.PathLike[str] | None
-) -> None:
-    """Load a checkpoint's tensors of the method into a model that it was attached to."""
-    own = {name: p for name, p in model.named_parameters() if ".preproj." in name}
-    wrong = sorted(own.keys() ^ method.keys())
-    wrong += [n for n in own.keys() & method.keys() if own[n].shape != method[n].shape]
-    if wrong:
-        raise ValueError(
-            f"weights={str(weights)!r} hold the method, in another form than this model has it: "
-            f"{wrong[0]!r} and {len(wrong) - 1} others do not agree. Give the preproj: settings "
-            "that the checkpoint was trained with"
-        )
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(method[name])
-
-
-def _local_source(name: str, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """timm's pretrained_cfg for a local file, and the method's tensors if they are to be attached.
-
-    A timm model knows nothing of the method; `vit_preproj_*` and the like load it by themselves.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"weights={str(path)!r}: there is no such file")
-    if path.suffix == ".npz":
-        return {"file": str(path), "custom_load": True}, {}
-    overlay: dict[str, Any] = {"file": str(path), "custom_load": False}
-    try:
-        tensors = load_state_dict(str(path), device="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(
-            f"weights={str(path)!r} cannot be read as safetensors or as a PyTorch state dict "
-            f"(without running code): {error}"
-        ) from error
-    own = {key: t for key, t in tensors.items() if key.startswith(("model.", "ema.module."))}
-    if path.suffix == ".ckpt" and own:  # a run of ours: the weights that were evaluated
-        prefix = "ema.module." if any(key.startswith("ema.") for key in own) else "model."
-        tensors = {key.removeprefix(prefix): t for key, t in own.items() if key.startswith(prefix)}
-        overlay = {"state_dict": tensors, "custom_load": False}
-    method: dict[str, Tensor] = {}
-    if not timm.models.model_entrypoint(name.split(".")[0]).__module__.startswith("mmpreproj."):
-        method = {key: tensor for key, tensor in tensors.items() if ".preproj." in key}
-    if method:
-        tensors = {key: tensor for key, tensor in tensors.items() if key not in method}
-        overlay = {"state_dict": tensors, "custom_load": False}
-    configuration = timm.get_pretrained_cfg(name)
-    classifier = getattr(configuration, "classifier", None) or ()
-    for head in (classifier,) if isinstance(classifier, str) else classifier:
-        weight = tensors.get(f"{head}.weight")
-        if isinstance(weight, torch.Tensor):  # timm drops a head of another width by this number
-            overlay["num_classes"] = weight.shape[0]
-    return overlay, method
-
-
-def _hub_source(name: str) -> dict[str, Any]:
-    """timm's pretrained_cfg for its own weights: from the cache if there, else the hub's.
-
-    Tried here first because the hub's client retries for most of a minute without a network.
-    """
-    if name.startswith(("hf-hub:", "hf_hub:", "local-dir:")):
-        return {}
-    configuration = timm.get_pretrained_cfg(name)
-    hub_id = getattr(configuration, "hf_hub_id", None)
-    if not hub_id:
-        has = getattr(configuration, "url", None) or getattr(configuration, "file", None)
-        if has:
-            return {}
-        tagged = timm.list_pretrained(f"{name.split('.')[0]}*")[:5]
-        hint = f"; with weights: {', '.join(tagged)}" if tagged else ""
-        raise ValueError(
-            f"timm has no pretrained weights for {name}{hint}; set pretrained: false, or weights: "
-            "to a local file"
-        )
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    for filename in WEIGHTS_FILES:
-        cached = try_to_load_from_cache(hub_id, filename)
-        if isinstance(cached, str):
-            return {"file": cached, "custom_load": False}
-    if constants.HF_HUB_OFFLINE or not _reachable(constants.ENDPOINT):
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "cannot be reached"
-        raise ConnectionError(
-            f"pretrained weights of {name}: {hub_id} on {constants.ENDPOINT} {why}, and they are "
-            f"not in the cache ({constants.HF_HUB_CACHE}). Download {WEIGHTS_FILES[0]} of {hub_id} "
-            "on a machine with a network, then: --model.pretrained false --model.weights FILE"
-        )
-    return {}
-
-
-def _reachable(endpoint: str, seconds: float = 5.0) -> bool:
-    parts = urllib.parse.urlsplit(endpoint)
-    if urllib.request.getproxies().get(parts.scheme):
-        return True  # through a proxy, only a real request can tell
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    try:
-        socket.create_connection((parts.hostname or "", port), timeout=seconds).close()
-    except OSError:
-        return False
-    return True
 
 
 def listed(value: Any) -> Any:

@@ -31,7 +31,7 @@ class ImageClassifier(TrainedModule):
     classes) and cross-entropy, each over its n, with the EMA weights where there are any.
 
     Args:
-        model: timm's name of the model.
+        model: timm's name of the model, or hf:NAME_OR_FOLDER, an image model of transformers.
         model_args: keywords of the model, such as img_size, drop_path_rate or expansion.
         num_classes: None is the data's; another number than the data's is an error.
         pretrained: start from the weights that timm names.
@@ -131,6 +131,7 @@ class ImageClassifier(TrainedModule):
             )
         self.classes = classes or self.classes
         if data is not None and hasattr(data, "data_config"):
+            build.check_kind(self.model, data)
             data.data_config = build.input_config(self.model)
             used = getattr(data, "resolved_data_config", None)
             build.check_image_size(self.model, used)
@@ -272,7 +273,11 @@ class ImageClassifier(TrainedModule):
         return {**init, "classes": self.classes} if "classes" in init else init
 
     def facts(self) -> dict[str, Any]:
-        return super().facts() | {"per_class": class_rows(self.test_result, self.classes)}
+        return super().facts() | {"per_class": self.per_class()}
+
+    def per_class(self) -> Any:
+        """Rows of the test by class, for a record; None before it."""
+        return class_rows(self.test_result, self.classes)
 
     def metrics(self, result: dict[str, Any] | None) -> dict[str, Any] | None:
         return metrics_of(result)

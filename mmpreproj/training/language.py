@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import SumMetric
 
 import mmpreproj
+from mmpreproj.backbones.checkpointing import set_checkpointing, train_blocks
 from mmpreproj.backbones.lm_head import lm_head_of
 from mmpreproj.backbones.text import load_language_model, new_language_model
 from mmpreproj.data.text.portable import from_text, to_text
@@ -176,7 +177,7 @@ class LanguageModel(TrainedModule):
         elif h.freeze_base:
             model.requires_grad_(False)
         if h.grad_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            set_checkpointing(model)
         self.head = lm_head_of(model)
         self.model = model
         self.start_average()
@@ -213,6 +214,8 @@ class LanguageModel(TrainedModule):
                 module.train()
         for preproj in mmpreproj.preproj_modules(self.model).values():
             preproj.train()
+        if self.hparams.grad_checkpointing:
+            train_blocks(self.model)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Shape: input_ids [B, T] -> logits [B, T, V]; in eval mode by `evaluated`."""

@@ -207,14 +207,14 @@ class VideoClassifier(ImageClassifier):
             controls["reversed"] |= {"opposite": proportion(result["opposite"], n)}
         return found | ({"controls": controls} if controls else {})
 
-    def facts(self) -> dict[str, Any]:
-        facts, sets = super().facts(), (self.test_result or {}).get("sets")
+    def per_class(self) -> Any:
+        """Rows of the only label set, or {label set: rows}."""
+        sets = (self.test_result or {}).get("sets") or {}
         rows = {
             name: class_rows(part if part["n"] else None, (self.label_sets or {}).get(name))
-            for name, part in (sets or {}).items()
+            for name, part in sets.items()
         }
-        facts["per_class"] = next(iter(rows.values())) if len(rows) == 1 else rows or None
-        return facts
+        return next(iter(rows.values())) if len(rows) == 1 else rows or None
 
     def headline(self, metrics: dict[str, Any]) -> list[list[str]]:
         rows = [[f"test top-1{label}", percent(f)] for label, f in _accuracies(metrics)]

@@ -1,0 +1,168 @@
+"""What is known of each Hugging Face vision architecture beyond its configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+
+IMAGENET = (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+HALF = ((0.5,) * 3, (0.5,) * 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What the wrapper knows of one `model_type`.
+
+    Args:
+        trunk: path of the model without its head, in transformers' classifier.
+        statistics: mean and std of the published checkpoints, for pixels from 0 to 1; used, as
+            `interpolation` and `crop_pct` are, where a checkpoint has no preprocessing file.
+        other_sizes: takes images of other sizes than its configuration's, and adapts to them.
+        other_frames: the same for the number of frames; joint TimeSformer is asked itself.
+        oblong: may be built for images that are not square.
+        unused: modules that the classifier never reads. They are dropped: what is attached there,
+            or trained, would get no gradient.
+        video: takes clips.
+    """
+
+    trunk: str
+    statistics: tuple[tuple[float, ...], tuple[float, ...]]
+    interpolation: str = "bicubic"
+    crop_pct: float = 1.0
+    other_sizes: bool = False
+    other_frames: bool = False
+    oblong: bool = False
+    unused: tuple[str, ...] = ()
+    video: bool = False
+
+
+FAMILIES = {
+    "beit": Family("beit", HALF),
+    "clip": Family(
+        "vision_model",
+        (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD),
+        unused=("vision_model.post_layernorm",),  # of the pooled token; the head pools the others
+    ),
+    "deit": Family("deit", IMAGENET, crop_pct=0.875, oblong=True),
+    "dinov2": Family("dinov2", IMAGENET, crop_pct=0.875, other_sizes=True),
+    "dinov3_vit": Family("trunk", IMAGENET, "bilinear", other_sizes=True, oblong=True),
+    "siglip": Family("vision_model", HALF, unused=("vision_model.head",)),
+    "vit": Family("vit", HALF, "bilinear", oblong=True),
+    "timesformer": Family("timesformer", ((0.45,) * 3, (0.225,) * 3), "bilinear", video=True),
+    "videomae": Family("videomae", IMAGENET, "bilinear", oblong=True, video=True),
+    # ((2 x - 1) - 0.5) / 0.5: see hf_inputs.input_of
+    "vivit": Family(
+        "vivit", ((0.75,) * 3, (0.25,) * 3), "bilinear", 0.875, oblong=True, video=True
+    ),
+    # Rotary in time as well; in space the width of a row is taken from the configuration.
+    "vjepa2": Family(
+        "vjepa2",
+        IMAGENET,
+        "bilinear",
+        0.875,
+        other_frames=True,
+        unused=("vjepa2.predictor",),
+        video=True,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class InputShape:
+    """The sizes in a configuration, under one name each; `frames` is None for images."""
+
+    channels: int
+    size: tuple[int, int]
+    frames: int | None
+    patch: tuple[int, int]
+    tubelet: int
+    width: int
+    initializer_range: float
+    other_sizes: bool
+    other_frames: bool
+
+    @classmethod
+    def of(cls, config: Any, family: Family) -> InputShape:
+        vision = vision_config(config)
+
+        def first(*names: str) -> Any:
+            return next((getattr(vision, n) for n in names if hasattr(vision, n)), None)
+
+        tubelet, patch = first("tubelet_size") or 1, first("patch_size")
+        if isinstance(tubelet, list | tuple):  # ViViT
+            tubelet, patch = tubelet[0], tubelet[1:]
+        return cls(
+            channels=first("num_channels", "in_chans"),
+            size=_pair(first("image_size", "crop_size")),
+            frames=first("num_frames", "frames_per_clip") if family.video else None,
+            patch=_pair(patch),
+            tubelet=tubelet,
+            width=vision.hidden_size,
+            initializer_range=getattr(vision, "initializer_range", 0.02),
+            other_sizes=family.other_sizes,
+            # The layers of divided attention count with the configuration's number.
+            other_frames=family.other_frames
+            or getattr(vision, "attention_type", None) == "joint_space_time",
+        )
+
+    def check_built(self, name: str, family: Family, resized: bool) -> None:
+        """Raises ValueError if no model can be built for these sizes.
+
+        Args:
+            resized: the size is not the checkpoint's own. Some published ones do not divide into
+                patches (SigLIP's 384 px by 14): their last pixels are not seen.
+        """
+        height, width = self.size
+        if height != width and not family.oblong:
+            raise ValueError(f"hf:{name} takes square images only, found {height}x{width} px")
+        if resized and (height % self.patch[0] or width % self.patch[1]):
+            raise ValueError(
+                f"hf:{name}: {height}x{width} px do not divide into patches of "
+                f"{self.patch[0]}x{self.patch[1]} px"
+            )
+        if self.frames is not None and (self.frames < 1 or self.frames % self.tubelet):
+            raise ValueError(
+                f"hf:{name}: {self.frames} frames do not divide into tubelets of {self.tubelet}"
+            )
+
+    def check(self, kind: str, size: tuple[int, ...]) -> None:
+        """Raises ValueError if (height, width), or (frames, height, width), is not for the model.
+
+        What would not divide is refused: the patch embedding drops the rest without a word.
+        """
+        *frames, height, width = size
+        if self.frames is not None and frames[0] != self.frames:
+            if not self.other_frames:
+                raise ValueError(
+                    f"this {kind} takes clips of {self.frames} frames, found {frames[0]}; give it "
+                    f"those, or build it with model_args num_frames={frames[0]}"
+                )
+            if frames[0] < 1 or frames[0] % self.tubelet:
+                raise ValueError(
+                    f"this {kind} takes frames in tubelets of {self.tubelet}, found {frames[0]} "
+                    "frames, which do not divide"
+                )
+        if (height, width) == self.size:
+            return
+        if not self.other_sizes:
+            raise ValueError(
+                f"this {kind} takes {self.size[0]}x{self.size[1]} px, found {height}x{width} px; "
+                "give it those, or build it with another image_size in model_args"
+            )
+        if height < 1 or width < 1 or height % self.patch[0] or width % self.patch[1]:
+            raise ValueError(
+                f"this {kind} takes patches of {self.patch[0]}x{self.patch[1]} px, found "
+                f"{height}x{width} px, which do not divide"
+            )
+
+
+def vision_config(config: Any) -> Any:
+    """The part of a configuration that is about the image tower: CLIP's and SigLIP's are nested."""
+    return getattr(config, "vision_config", config)
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return int(height), int(width)

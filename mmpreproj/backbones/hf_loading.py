@@ -1,0 +1,299 @@
+"""Configurations and weights of Hugging Face vision models: found, changed, loaded and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import re
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmpreproj.backbones.hf_families import FAMILIES, Family, InputShape, vision_config
+from mmpreproj.backbones.hf_inputs import PREPROCESSOR_FILES, input_of, read_preprocessor
+from mmpreproj.backbones.text_sources import MODEL_FILES, Source, require_hub_for, snapshot
+
+_logger = logging.getLogger(__name__)
+
+# Names that timm's models and those of video share, and what some configurations call them.
+_ALIASES = {
+    "img_size": ("image_size", "crop_size"),
+    "image_size": ("crop_size",),
+    "in_chans": ("num_channels",),
+    "num_frames": ("frames_per_clip",),
+}
+# The classifier's own, and what decides the class.
+_NOT_FIELDS = ("num_classes", "num_labels", "id2label", "label2id", "pretrained", "model_type")
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionSource:
+    """A model that was found.
+
+    Args:
+        name: as it was given.
+        place: its folder, which may be the hub's cache; or the hub name, where it is to be fetched.
+        hub: whether `name` is a hub name.
+    """
+
+    name: str
+    place: str
+    hub: bool
+
+
+def find_vision_source(name: str, weights: bool) -> VisionSource:
+    """What a name stands for. Nothing is downloaded.
+
+    Args:
+        weights: whether they are wanted, beside the configuration.
+
+    Raises:
+        FileNotFoundError: if it is a path, and there is no folder with config.json.
+        ConnectionError: if it is a hub name, neither in the cache nor to be reached.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(
+                f"hf:{name} has no config.json: give the folder that save_pretrained wrote"
+            )
+        return VisionSource(name, str(path), hub=False)
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
+        raise FileNotFoundError(
+            f"hf:{name}: there is no such folder. A Hugging Face model is a hub name "
+            "(hf:MCG-NJU/videomae-base), or a folder with config.json and model.safetensors"
+        )
+    wanted = MODEL_FILES if weights else MODEL_FILES[:1]
+    hub = Source(name, "hub", name)
+    # Named by its folder: by a hub name, transformers asks the hub whatever is in the cache.
+    cached = snapshot(hub, *wanted)
+    if cached is None:
+        require_hub_for(hub)
+    return VisionSource(name, str(cached or name), hub=True)
+
+
+def read_config(source: VisionSource) -> Any:
+    """The configuration, of an architecture in FAMILIES. Raises: ValueError."""
+    try:
+        config = _transformers().AutoConfig.from_pretrained(source.place, trust_remote_code=False)
+    except Exception as error:  # each of the formats has errors of its own
+        raise ValueError(
+            f"hf:{source.name} has no configuration that transformers can use without running code "
+            f"that comes with it (timm's repositories are model=hf-hub:NAME): {error}"
+        ) from error
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"hf:{source.name} is of model_type {config.model_type!r}; supported are "
+            f"{', '.join(sorted(FAMILIES))}. timm has more image models"
+        )
+    return config
+
+
+def configured(config: Any, model_args: Mapping[str, Any], name: str) -> Any:
+    """The configuration with other fields; those of the image tower where it has several.
+
+    Raises:
+        ValueError: for a field it does not have, a value it does not take, or sizes that do not go
+            together.
+    """
+    vision = vision_config(config)
+    known = set(type(vision)().to_dict()) - set(_NOT_FIELDS)
+    changed: dict[str, Any] = {}
+    for given, value in model_args.items():
+        if given in _NOT_FIELDS:
+            raise ValueError(f"model_args holds {given}: it is not the configuration's to say")
+        names = [key for key in (given, *_ALIASES.get(given, ())) if key in known]
+        if not names:
+            near = difflib.get_close_matches(given, known, n=3)
+            hint = f"close matches: {', '.join(near)}" if near else "see its config.json"
+            raise ValueError(
+                f"model_args: the configuration of hf:{name} ({config.model_type}) has no field "
+                f"{given!r}; {hint}"
+            )
+        if names[0] in changed:
+            raise ValueError(f"model_args gives {names[0]} twice, once as {given}")
+        changed[names[0]] = value
+    family = FAMILIES[config.model_type]
+    before = InputShape.of(config, family)
+    try:
+        new = type(vision).from_dict({**vision.to_dict(), **changed})
+    except Exception as error:  # the strict dataclass's own
+        raise ValueError(f"hf:{name} does not take model_args={dict(changed)}: {error}") from error
+    if vision is config:
+        config = new
+    else:
+        config.vision_config = new
+    after = InputShape.of(config, family)
+    after.check_built(name, family, resized=after.size != before.size)
+    if getattr(new, "attention_type", None) == "space_only":
+        raise ValueError(
+            f"hf:{name}: attention_type space_only gives logits for each frame, none for the clip; "
+            "use divided_space_time or joint_space_time"
+        )
+    return config
+
+
+def new_model(source: VisionSource, config: Any) -> nn.Module:
+    """A classifier with random weights, of torch's generator."""
+    if not source.hub and any(Path(source.place).glob("*.safetensors")):
+        _logger.info("hf:%s: pretrained is off, so its weights are not read", source.name)
+    auto = _auto(config)
+    try:
+        model = auto.from_config(config, dtype=torch.float32)
+    except Exception as error:  # each model has errors of its own
+        raise ValueError(f"hf:{source.name} cannot be built: {error}") from error
+    return _classifier(model, config)
+
+
+def load_model(source: VisionSource, config: Any, family: Family) -> nn.Module:
+    """A classifier with the source's weights; what they lack of the head is fresh.
+
+    Raises:
+        ValueError: if they lack anything else, or cannot be read without running code.
+    """
+    auto = _auto(config)
+    keywords: dict[str, Any] = {
+        "config": config,
+        "dtype": torch.float32,
+        "ignore_mismatched_sizes": True,  # checked below
+        "output_loading_info": True,
+        "trust_remote_code": False,
+    }
+    try:
+        try:
+            model, told = auto.from_pretrained(source.place, **keywords)
+        except OSError:
+            if not source.hub or source.place == source.name:
+                raise
+            # some of its files are in the cache, not all
+            require_hub_for(Source(source.name, "hub", source.name))
+            model, told = auto.from_pretrained(source.name, **keywords)
+    except ConnectionError:
+        raise
+    except Exception as error:  # each of the formats has errors of its own
+        raise ValueError(f"the weights of hf:{source.name} cannot be loaded: {error}") from error
+    model = _classifier(model, config)
+    _check_loaded(model, told, family, source.name)
+    return model
+
+
+def _check_loaded(model: nn.Module, told: Mapping[str, Any], family: Family, name: str) -> None:
+    """transformers draws what is missing at random, and drops what it has no place for."""
+    unexpected = sorted(told["unexpected_keys"])
+    method = [key for key in unexpected if ".preproj." in key]
+    if method:
+        raise ValueError(
+            f"hf:{name} holds {len(method)} tensors of the method beside the base's, such as "
+            f"{method[0]!r}, which would be lost: use mmpreproj.save for the method and, after "
+            "detach, save_pretrained for the base"
+        )
+    missing = set(told["missing_keys"])
+    shapes = {key: (list(found), list(wanted)) for key, found, wanted in told["mismatched_keys"]}
+    fresh = []
+    for path in head_paths(model, family):
+        own = {f"{path}.{key}" for key, _ in model.get_submodule(path).named_parameters()}
+        if own and own <= missing | shapes.keys():
+            fresh.append(path)
+            missing -= own
+            shapes = {key: pair for key, pair in shapes.items() if key not in own}
+    if missing or shapes:
+        key = min(shapes, default="")
+        other = (
+            f", {len(shapes)} have another shape, such as {key!r} ({shapes[key][0]} in the file, "
+            f"{shapes[key][1]} in the model; tables of positions are not resized: leave image_size "
+            "and num_frames as in its config.json)"
+            if shapes
+            else ""
+        )
+        raise ValueError(
+            f"the weights of hf:{name} do not make up the model: {len(missing)} tensors are "
+            f"missing{f', such as {min(missing)!r}' if missing else ''}{other}"
+        )
+    _logger.info(
+        "hf:%s: fresh are %s; %d tensors of the file are not used%s",
+        *(name, ", ".join(fresh) or "none", len(unexpected)),
+        f", such as {unexpected[0]}" if unexpected else "",
+    )
+
+
+def preprocessing(source: VisionSource) -> dict[str, Any]:
+    """What the source's preprocessing file tells, as `input_of` does; {} where it has none."""
+    from transformers.utils import cached_file
+
+    for file in PREPROCESSOR_FILES:
+        path = cached_file(
+            source.place,
+            file,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        found = {} if path is None else input_of(read_preprocessor(Path(path)))
+        if found:
+            return found
+    return {}
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            "models of Hugging Face need transformers: pip install 'mmpreproj[text]'"
+        ) from error
+    return transformers
+
+
+def _auto(config: Any) -> Any:
+    transformers = _transformers()
+    if config.model_type in WITHOUT_CLASSIFIER:
+        return transformers.AutoModel
+    video = FAMILIES[config.model_type].video
+    kind = "VideoClassification" if video else "ImageClassification"
+    return getattr(transformers, f"AutoModelFor{kind}")
+
+
+def _classifier(model: nn.Module, config: Any) -> nn.Module:
+    if config.model_type in WITHOUT_CLASSIFIER:
+        return TokensClassifier(model, config.num_labels)
+    return model
+
+
+WITHOUT_CLASSIFIER = ("dinov3_vit",)
+
+
+class TokensClassifier(nn.Module):
+    """A linear classifier of the class token and the mean patch, as DINOv2 is evaluated, for
+    DINOv3, of which transformers has no classifier."""
+
+    def __init__(self, trunk: nn.Module, num_classes: int) -> None:
+        super().__init__()
+        self.trunk = trunk
+        config = trunk.config
+        self.prefix = 1 + config.num_register_tokens
+        self.classifier = linear(2 * config.hidden_size, num_classes, config.initializer_range)
+
+    def forward(self, pixel_values: Tensor, **keywords: Any) -> Any:
+        x = self.trunk(pixel_values, **keywords).last_hidden_state
+        pooled = torch.cat([x[:, 0], x[:, self.prefix :].mean(1)], dim=1)
+        return types.SimpleNamespace(logits=self.classifier(pooled))
+
+
+def linear(dim: int, num_classes: int, std: float, **factory: Any) -> nn.Linear:
+    """A classifier as transformers draws it."""
+    new = nn.Linear(dim, num_classes, **factory)
+    nn.init.trunc_normal_(new.weight, std=std)
+    nn.init.zeros_(new.bias)
+    return new
+
+
+def head_paths(model: nn.Module, family: Family) -> list[str]:
+    """What stands outside the trunk, and the pooler that BEiT has inside it."""
+    pooler = f"{family.trunk}.pooler"
+    inside = [pooler] if getattr(model.get_submodule(family.trunk), "pooler", None) else []
+    return inside + [name for name, _ in model.named_children() if name != family.trunk]
