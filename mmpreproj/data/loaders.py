@@ -7,7 +7,7 @@ sampling.py for the order of training items.
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from mmpreproj.data.sampling import EpochSampler, run_seed
 
@@ -71,8 +71,8 @@ class LabelledDataModule(LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         dataset = self.dataset("train")
         self.datasets["train"] = dataset
-        world, rank = self._world()
-        sampler = EpochSampler(dataset, world, rank, run_seed())
+        world, _ = self._world()
+        sampler = self.train_sampler(dataset)
         if self.drop_last and len(sampler) < self.batch_size:
             raise ValueError(
                 f"{len(dataset)} training {self.items} on {world} process(es) do not fill one "
@@ -80,6 +80,10 @@ class LabelledDataModule(LightningDataModule):
                 "drop_last to false (--data.drop_last false)"
             )
         return self._loader(dataset, self.batch_size, sampler=sampler, drop_last=self.drop_last)
+
+    def train_sampler(self, dataset: Dataset) -> Sampler:
+        """The order of training items, and which of them this process takes."""
+        return EpochSampler(dataset, *self._world(), run_seed())
 
     def val_dataloader(self) -> DataLoader | list:
         """The part to choose on; where there is none an empty list, as Lightning wants it."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from timm.data.random_erasing import RandomErasing
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from mmpreproj.data.image.transforms import (
     AugmentConfig,
@@ -12,10 +12,10 @@ from mmpreproj.data.image.transforms import (
     normalize,
     resolve_data_config,
 )
-from mmpreproj.data.sampling import EpochSampler, RepeatedAugmentation, run_seed
+from mmpreproj.data.loaders import LabelledDataModule
+from mmpreproj.data.sampling import RepeatedAugmentation, run_seed
 
 try:
-    from lightning import LightningDataModule
     from lightning.fabric.utilities.seed import pl_worker_init_function
 except ImportError as error:
     raise ImportError(
@@ -23,7 +23,7 @@ except ImportError as error:
     ) from error
 
 
-class ImageDataModule(LightningDataModule):
+class ImageDataModule(LabelledDataModule):
     """Base of the image data modules.
 
     A batch is (images float [B, C, H, W], targets int64 [B]) once it has passed
@@ -72,25 +72,15 @@ class ImageDataModule(LightningDataModule):
         aug_repeats: int = 0,
         classes: list[str] | None = None,
     ):
-        super().__init__()
-        if batch_size < 1 or (eval_batch_size is not None and eval_batch_size < 1):
-            raise ValueError(
-                f"batch sizes must be 1 or more, got {batch_size} and {eval_batch_size} (eval)"
-            )
+        super().__init__(batch_size, eval_batch_size, num_workers, drop_last)
         if not 0.0 <= val_fraction < 1.0:
             raise ValueError(f"val_fraction must be 0 or more and below 1, got {val_fraction}")
-        if num_workers < 0 or aug_repeats < 0:
-            raise ValueError(
-                f"num_workers ({num_workers}) and aug_repeats ({aug_repeats}) must not be negative"
-            )
+        if aug_repeats < 0:
+            raise ValueError(f"aug_repeats must not be negative, got {aug_repeats}")
         if classes is not None and len(set(classes)) != len(classes):
             raise ValueError(f"class names must differ, got {classes}")
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size or batch_size
-        self.num_workers = num_workers
         self.val_fraction = val_fraction
         self.split_seed = split_seed
-        self.drop_last = drop_last
         self.aug_repeats = aug_repeats
         self.overrides = {
             "img_size": img_size,
@@ -103,8 +93,8 @@ class ImageDataModule(LightningDataModule):
         self._classes = list(classes) if classes is not None else None
         self.data_config: dict[str, Any] | None = None
         """The model's input configuration, needed by loaders; the Lightning module sets it."""
-        self.datasets: dict[str, Dataset] = {}
-        """The dataset behind each loader made so far: "train", "val", "test"."""
+
+    items = "images"
 
     # What a subclass provides
 
@@ -120,9 +110,6 @@ class ImageDataModule(LightningDataModule):
     def split_size(self, split: str) -> int | None:
         """Images of a split; None while unknown (before setup, or a stream of unknown length)."""
         raise NotImplementedError
-
-    def has_split(self, split: str) -> bool:
-        return self.split_size(split) != 0
 
     # What the model and the tools ask for
 
@@ -166,52 +153,20 @@ class ImageDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         dataset = self.dataset("train")
-        self.datasets["train"] = dataset
         if isinstance(dataset, IterableDataset):
+            self.datasets["train"] = dataset
             return self._loader(dataset, self.batch_size, drop_last=self.drop_last)
-        world, rank = self._world()
+        return super().train_dataloader()
+
+    def train_sampler(self, dataset: Dataset) -> Sampler:
         if self.aug_repeats > 1:
-            sampler = RepeatedAugmentation(dataset, self.aug_repeats, world, rank, run_seed())
-        else:
-            sampler = EpochSampler(dataset, world, rank, run_seed())
-        if self.drop_last and len(sampler) < self.batch_size:
-            raise ValueError(
-                f"{len(dataset)} training images (val_fraction={self.val_fraction} is held out) on "
-                f"{world} process(es) do not fill one batch of {self.batch_size}: lower batch_size "
-                "(--data.batch_size), or set drop_last to false (--data.drop_last false)"
-            )
-        return self._loader(dataset, self.batch_size, sampler=sampler, drop_last=self.drop_last)
-
-    def val_dataloader(self) -> DataLoader | list:
-        """The part to choose on; where there is none an empty list, as Lightning wants it."""
-        return self._eval_loader("val") if self.has_split("val") else []
-
-    def test_dataloader(self) -> DataLoader:
-        """The part that is reported."""
-        return self._eval_loader("test")
-
-    def _eval_loader(self, split: str) -> DataLoader:
-        world, _ = self._world()
-        # Lightning deals items out to the ranks, repeating some unless their number divides evenly
-        dataset = self.dataset(split, n_padding=-(self.split_size(split) or 0) % world)
-        self.datasets[split] = dataset
-        return self._loader(dataset, self.eval_batch_size)
+            return RepeatedAugmentation(dataset, self.aug_repeats, *self._world(), run_seed())
+        return super().train_sampler(dataset)
 
     def _loader(self, dataset: Dataset, batch_size: int, **keywords: Any) -> DataLoader:
         if isinstance(dataset, IterableDataset):
             keywords["worker_init_fn"] = _WorkerInit(self._world()[1])
-        return DataLoader(
-            dataset,
-            batch_size=batch_size,
-            num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),
-            persistent_workers=self.num_workers > 0,
-            **keywords,
-        )
-
-    def _world(self) -> tuple[int, int]:
-        """Number of processes, and which one this is."""
-        return (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        return super()._loader(dataset, batch_size, **keywords)
 
     # On the device
 

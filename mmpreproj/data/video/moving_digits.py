@@ -1,0 +1,354 @@
+"""scikit-learn's handwritten digits in motion, the default: real video files that need no download.
+
+Each video shows one digit that moves at a constant speed in one of eight directions. There are two
+label sets: which digit (content: any one frame tells it) and which direction (motion: only the
+order of the frames tells it). The files are H.264, in Kinetics layout.
+
+Why one frame does not tell the direction. The picture is a torus: what leaves on one side comes
+back on the other. The digit starts at a place drawn uniformly from those whose row and column are
+multiples of `speed`, whatever its direction. Moving is adding a fixed multiple of `speed` modulo
+the picture's size, which permutes these places, as the size is a multiple of `speed` too. So at
+every time the place is distributed uniformly over them, alike for all directions. It is also why a
+video played backwards is a video of the opposite direction, from another start that was as likely.
+
+What the codec leaves in a frame does depend on the frames before it; at the default quality that is
+less than a grey level on average.
+
+Why the places are few. A token that sees digits at every shift tells little of them on average
+until the features are far from linear: with every place allowed, small transformers stayed at
+chance on the digits for the minutes that the default is meant to take.
+"""
+
+import contextlib
+import csv
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from mmpreproj.data.image.digits import N_TEST, SIDE, resample
+from mmpreproj.data.splits import stratified_holdout
+
+VERSION = 1
+"""Part of the cache folder's name. To be raised whenever equal settings give other files."""
+
+STEPS = {
+    "east": (0, 1),
+    "north-east": (-1, 1),
+    "north": (-1, 0),
+    "north-west": (-1, -1),
+    "west": (0, -1),
+    "south-west": (1, -1),
+    "south": (1, 0),
+    "south-east": (1, 1),
+}
+"""Direction -> what a step adds to (row, column). Counter-clockwise; north is up."""
+
+DIRECTIONS = tuple(STEPS)
+PARTS = ("train", "val", "test")
+COLUMNS = ("digit", "direction", "youtube_id", "time_start", "time_end", "split")
+SETTINGS_FILE = "moving_digits.json"
+FPS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class MovingDigits:
+    """What the videos are like. Raises: ValueError for settings out of range."""
+
+    n_frames: int = 16
+    """Of each video, at 8 frames a second."""
+    size: int = 32
+    """Height and width of the videos, in pixels; even."""
+    digit_size: int = 16
+    """Height and width to which the digits of 8 x 8 pixels are enlarged."""
+    speed: int = 8
+    """Pixels a frame, along each axis that the digit moves on (diagonals are faster by the root of
+    2), and what rows and columns of its places are multiples of. `size` must be a multiple."""
+    clips_per_image: tuple[int, int, int] = (4, 2, 1)
+    """Videos of each training, validation and test image, each in a direction of its own."""
+    val_fraction: float = 0.1
+    """Part of the images outside the test part that is held out for validation."""
+    crf: int = 12
+    """Quality of the encoding, 0 (lossless) to 51."""
+    seed: int = 0
+    """Decides on directions, starts and validation images. Not the run's seed, so that all seeds
+    of a study see the same files."""
+
+    def __post_init__(self) -> None:
+        if self.n_frames < 1:
+            raise ValueError(f"n_frames must be 1 or more, got {self.n_frames}")
+        if self.size % 2 or self.size < 16:
+            raise ValueError(f"size must be even, as YUV 4:2:0 is, and 16 or more, got {self.size}")
+        if not SIDE <= self.digit_size <= self.size:
+            raise ValueError(
+                f"digit_size must be from {SIDE} to size={self.size}, got {self.digit_size}"
+            )
+        if self.speed < 1 or self.size % self.speed or self.size // self.speed < 3:
+            raise ValueError(
+                f"speed must go into size={self.size} three times or more without a rest (after "
+                f"half the size opposite directions look alike), got {self.speed}"
+            )
+        counts = self.clips_per_image
+        if len(counts) != 3 or not all(1 <= count <= len(DIRECTIONS) for count in counts):
+            raise ValueError(
+                "clips_per_image must be three numbers (train, val, test) from 1 to 8, got "
+                f"{counts}"
+            )
+        if not 0.0 < self.val_fraction < 1.0:
+            raise ValueError(f"val_fraction must be between 0 and 1, got {self.val_fraction}")
+        if not 0 <= self.crf <= 51:
+            raise ValueError(f"crf must be from 0 to 51, got {self.crf}")
+
+    def facts(self) -> dict[str, Any]:
+        """Plain types, with the version."""
+        settings = dataclasses.asdict(self)
+        return {"version": VERSION, **settings, "clips_per_image": list(self.clips_per_image)}
+
+    def root(self) -> Path:
+        """The cache folder of these settings: moving_digits-v<version>-<hash of the settings> in
+        $XDG_CACHE_HOME/mmpreproj (~/.cache/mmpreproj)."""
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        text = json.dumps(self.facts(), sort_keys=True).encode()
+        key = hashlib.blake2b(text, digest_size=6).hexdigest()
+        return cache / "mmpreproj" / f"moving_digits-v{VERSION}-{key}"
+
+
+class Clip(NamedTuple):
+    """A video to be written."""
+
+    image: int
+    """Number of the image in scikit-learn's data set."""
+    digit: int
+    direction: str
+    start: tuple[int, int]
+    """Row and column of the digit's upper left corner in the first frame."""
+
+    @property
+    def name(self) -> str:
+        """Of eleven characters, as an id of YouTube's: digit0042nw."""
+        initials = "".join(word[0] for word in self.direction.split("-"))
+        return f"digit{self.image:04d}{initials:_>2}"
+
+
+def opposite(direction: str) -> str:
+    """The direction of the same video played backwards.
+
+    Raises: ValueError if there is no such direction.
+    """
+    if direction not in STEPS:
+        raise ValueError(f"unknown direction {direction!r}; there are {', '.join(DIRECTIONS)}")
+    return DIRECTIONS[(DIRECTIONS.index(direction) + 4) % 8]
+
+
+def places(start: tuple[int, int], direction: str, settings: MovingDigits) -> np.ndarray:
+    """Row and column of the digit's upper left corner in each frame.
+
+    Shape: int64 [n_frames, 2], multiples of speed below size if the start is one.
+    """
+    step = settings.speed * np.array(STEPS[direction])
+    return (np.array(start) + np.arange(settings.n_frames)[:, None] * step) % settings.size
+
+
+def render(
+    digit: np.ndarray, start: tuple[int, int], direction: str, settings: MovingDigits
+) -> np.ndarray:
+    """The frames of a video before it is encoded: moves are whole pixels, nothing is resampled.
+
+    Shape: digit uint8 [digit_size, digit_size] -> uint8 [n_frames, size, size].
+    """
+    canvas = np.zeros((settings.size, settings.size), np.uint8)
+    canvas[: digit.shape[0], : digit.shape[1]] = digit
+    return np.stack(
+        [np.roll(canvas, tuple(place), (0, 1)) for place in places(start, direction, settings)]
+    )
+
+
+def plan(targets: np.ndarray, settings: MovingDigits) -> dict[str, list[Clip]]:
+    """Which videos there are, by part, in the order of the images.
+
+    Images are parted first, so no image of one part is in another, and as the images of the digits
+    are (`mmpreproj.data.DigitsDataModule`): 540 are the test part, the same ones for ever;
+    validation is held out of the rest. Then the directions are dealt out in turn, to one class
+    after the other: an image never gets one twice, and within a part, as within a class of a part,
+    any two directions come equally often or differ by one video.
+
+    Shape: targets int [N], the digit of each image.
+    """
+    rest, test = stratified_holdout(targets, n_held=N_TEST, seed=0)
+    kept, held = stratified_holdout(
+        targets[rest], fraction=settings.val_fraction, seed=settings.seed
+    )
+    clips = {}
+    for number, images in enumerate((rest[kept], rest[held], test)):
+        count = settings.clips_per_image[number]
+        generator = np.random.RandomState([settings.seed, number])  # its stream is frozen
+        order = generator.permutation(len(images))
+        order = order[np.argsort(targets[images[order]], kind="stable")]
+        directions = np.empty((len(images), count), np.int64)
+        directions[order] = np.arange(len(images) * count).reshape(-1, count) % len(DIRECTIONS)
+        starts = generator.randint(settings.size // settings.speed, size=(len(images), count, 2))
+        starts *= settings.speed
+        clips[PARTS[number]] = [
+            Clip(int(image), int(targets[image]), DIRECTIONS[direction], tuple(start.tolist()))
+            for image, *of_image in zip(images, directions, starts, strict=True)
+            for direction, start in zip(*of_image, strict=True)
+        ]
+    return clips
+
+
+def encode(path: str | os.PathLike, frames: np.ndarray, crf: int = 12, fps: int = FPS) -> None:
+    """Writes grey frames as H.264 (YUV 4:2:0, with B-frames). One thread: equal bytes every time.
+
+    Shape: frames uint8 [T, H, W], H and W even.
+    Raises: ImportError without PyAV; RuntimeError if its FFmpeg has no H.264 encoder.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise ImportError(
+            "video files are written by PyAV, which is not installed: "
+            "pip install 'mmpreproj[video]'"
+        ) from error
+    if "libx264" not in av.codecs_available:
+        raise RuntimeError(
+            f"the FFmpeg in this PyAV ({av.__version__}) has no H.264 encoder (libx264); PyAV's "
+            "own wheels have one: pip install --force-reinstall --only-binary av av"
+        )
+    with av.open(os.fspath(path), "w") as container:
+        stream = container.add_stream("libx264", rate=fps)
+        stream.height, stream.width = frames.shape[1:]
+        stream.pix_fmt = "yuv420p"
+        stream.thread_count = 1
+        stream.options = {"crf": str(crf), "bf": "2"}
+        for frame in frames:
+            rgb = np.repeat(frame[:, :, None], 3, axis=2)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(rgb, format="rgb24")))
+        container.mux(stream.encode())
+
+
+def write_moving_digits(
+    root: str | os.PathLike | None = None,
+    settings: MovingDigits | None = None,
+    progress: bool | None = None,
+) -> Path:
+    """Writes the videos, unless they are there, and returns their folder.
+
+        train.csv, val.csv, test.csv    digit,direction,youtube_id,time_start,time_end,split
+        train/digit0042nw_000000_000002.mp4, ...
+
+    They are written into a folder beside it that is renamed at the end: what is interrupted leaves
+    nothing that looks finished, and of two processes that write at once the first one's is kept.
+
+    Args:
+        root: the folder; None: one of the cache's, see `MovingDigits.root`.
+        settings: None: the defaults.
+        progress: show a bar; None: on a terminal.
+
+    Raises:
+        ValueError: if `root` holds something else, or moving digits of other settings.
+    """
+    settings = settings or MovingDigits()
+    folder = settings.root() if root is None else Path(root).expanduser().absolute()
+    if _is_written(folder, settings):
+        return folder
+    images, targets = _enlarged_digits(settings.digit_size)
+    clips = plan(targets, settings)
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.tmp"
+    unfinished.mkdir()
+    try:
+        with _bar(sum(map(len, clips.values())), progress) as step:
+            for part in PARTS:
+                _write_part(unfinished, part, clips[part], images, settings, step)
+        text = json.dumps(settings.facts(), indent=2)
+        (unfinished / SETTINGS_FILE).write_text(text + "\n", encoding="utf-8")
+        try:
+            unfinished.rename(folder)  # also over an empty folder
+        except OSError:
+            if not _is_written(folder, settings):
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _write_part(
+    folder: Path,
+    part: str,
+    clips: list[Clip],
+    images: np.ndarray,
+    settings: MovingDigits,
+    step: Callable[[], Any],
+) -> None:
+    (folder / part).mkdir()
+    seconds = max(1, round(settings.n_frames / FPS))
+    rows = []
+    for clip in clips:
+        frames = render(images[clip.image], clip.start, clip.direction, settings)
+        path = folder / part / f"{clip.name}_{0:06d}_{seconds:06d}.mp4"
+        encode(path, frames, settings.crf)
+        rows.append((clip.digit, clip.direction, clip.name, 0, seconds, part))
+        step()
+    with open(folder / f"{part}.csv", "w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+
+
+def _is_written(folder: Path, settings: MovingDigits) -> bool:
+    """Raises ValueError if there is something else at the folder's place."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    try:
+        found = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{folder} holds something else than moving digits (there is no readable "
+            f"{SETTINGS_FILE}); give another root, or remove it"
+        ) from error
+    wanted = settings.facts()
+    differing = [name for name in wanted if found.get(name) != wanted[name]]
+    if differing:
+        old, new = ({name: of.get(name) for name in differing} for of in (found, wanted))
+        raise ValueError(
+            f"{folder} was written with {old}, not {new}; give another root, or remove it"
+        )
+    return True
+
+
+def _enlarged_digits(side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Images uint8 [N, side, side] and their digits int [N]."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError("the digits come with scikit-learn: pip install scikit-learn") from error
+    data = load_digits()
+    pixels = torch.from_numpy(data.images).float().div_(16)[:, None]
+    enlarged = resample(pixels, (side, side))[:, 0]
+    return enlarged.mul(255).round().to(torch.uint8).numpy(), data.target
+
+
+@contextlib.contextmanager
+def _bar(total: int, shown: bool | None) -> Iterator[Callable[[], Any]]:
+    """Gives the function to call after each video."""
+    shown = sys.stderr.isatty() if shown is None else shown
+    try:
+        from rich.console import Console
+        from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+    except ImportError:
+        shown = False
+    if not shown:
+        yield lambda: None
+        return
+    columns = (*Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("writing moving digits", total=total)
+        yield lambda: bar.advance(task)
