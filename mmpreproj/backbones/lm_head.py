@@ -242,7 +242,8 @@ def _check_arithmetic(model: nn.Module, head: LMHead, name: str) -> None:
     def amplify(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
         seen.append(args[0])
         largest = (F.linear(args[0], weight) * head.multiplier).abs().max().float()
-        seen.append(args[0] * (_CHECK_LOGIT / largest if largest > 0 else 1.0).to(args[0].dtype))
+        factor = _CHECK_LOGIT / largest if largest > 0 else torch.ones_like(largest)
+        seen.append(args[0] * factor.to(args[0].dtype))
         return (seen[1],)
 
     with _evaluating(model), torch.autocast(weight.device.type, enabled=False):

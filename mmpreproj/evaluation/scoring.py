@@ -255,9 +255,11 @@ class Scorer:
             logits = logits.float() if logits.dtype.itemsize < 4 else logits
             rows = (row_of[low:high] - start).to(logits.device)
             wanted = targets[low:high].to(logits.device)
-            normaliser = logits.logsumexp(-1)
-            logprob.append((logits[rows, wanted] - normaliser[rows]).double().cpu())
-            greedy.append((logits.argmax(-1)[rows] == wanted).cpu())
+            # The harness's own function: its float32 sum over a vocabulary of 50,000 is off by 1e-5
+            # a token on a CPU (logsumexp is not), which a long continuation would show
+            logprobs = logits.log_softmax(-1)
+            logprob.append(logprobs[rows, wanted].double().cpu())
+            greedy.append((logprobs.argmax(-1)[rows] == wanted).cpu())
         return torch.cat(logprob), torch.cat(greedy)
 
     def describe(self) -> dict[str, Any]:

@@ -3,7 +3,12 @@
 from typing import Any
 
 from mmpreproj.data.video.module import VideoDataModule
-from mmpreproj.data.video.moving_digits import MovingDigits, write_moving_digits
+from mmpreproj.data.video.moving_digits import (
+    DIRECTIONS,
+    MovingDigits,
+    opposite,
+    write_moving_digits,
+)
 from mmpreproj.data.video.transforms import VideoAugment
 
 
@@ -55,6 +60,9 @@ class MovingDigitsDataModule(VideoDataModule):
             num_workers=num_workers,
             **keywords,
         )
+
+    opposites = {"direction": {name: opposite(name) for name in DIRECTIONS}}
+    """Of each label set, the class of a video that is played backwards."""
 
     def prepare_data(self) -> None:
         write_moving_digits(self.root, self.videos, self.progress)
