@@ -13,8 +13,9 @@ from clip_files import (
     write_clip,
 )
 
+from mmpreproj.data.pixels import normalize
 from mmpreproj.data.video import VideoAugment, VideoDataModule
-from mmpreproj.data.video.transforms import EvalClips, normalize
+from mmpreproj.data.video.transforms import EvalClips
 
 PLAIN = VideoAugment(no_aug=True)
 SMALL = {"input_size": (3, 4, 64, 64), "mean": (0.5,) * 3, "std": (0.25,) * 3}
@@ -295,7 +296,7 @@ def test_a_file_given_by_path_is_read_as_in_testing(tree):
     frames = transform.frames(path)
     assert frames.shape == (2, 4, 64, 64, 3)
     assert [number_of(frame) for frame in frames[1]] == [13, 15, 17, 19]
-    assert torch.equal(transform(path), normalize(clips[0], data.resolved_data_config))
+    assert torch.equal(transform(path), normalize(clips[0], data.resolved_data_config, dims=3))
     again = EvalClips(data.resolved_data_config, 3)(frames)
     assert torch.equal(again, clips[0])
 

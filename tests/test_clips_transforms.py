@@ -6,12 +6,12 @@ import torch
 from clip_files import CONFIG
 from PIL import Image
 
+from mmpreproj.data.pixels import normalize
 from mmpreproj.data.video.transforms import (
     EvalClips,
     TrainClip,
     VideoAugment,
     erase,
-    normalize,
     resolve_video_config,
 )
 
@@ -113,7 +113,7 @@ def test_no_augmentation_is_the_central_clip_of_evaluation():
 
 def test_normalisation_is_by_channel():
     pixels = torch.randint(0, 256, (2, 3, 4, 8, 8), dtype=torch.uint8)
-    values = normalize(pixels, resolved())
+    values = normalize(pixels, resolved(), dims=3)
     for c in range(3):
         expected = (pixels[:, c].double() / 255 - CONFIG["mean"][c]) / CONFIG["std"][c]
         assert torch.allclose(values[:, c].double(), expected, atol=1e-6)

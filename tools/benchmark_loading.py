@@ -25,6 +25,7 @@ from pathlib import Path
 import av
 import numpy as np
 import torch
+from measuring import alternate, report
 from torch.utils.data import DataLoader, Dataset
 
 from mmpreproj.data.video import read_frames
@@ -180,8 +181,6 @@ def rates(
         n = sum(len(batch) for batch in loader)
         return n / (clock() - start)
 
-    from benchmark import alternate
-
     runs = {name: functools.partial(run, loader) for name, loader in loaders.items()}
     return alternate(runs, options.repeats)  # the first round, which starts workers, is left out
 
@@ -226,8 +225,6 @@ def with_pyavs_ffmpeg() -> None:
 
 
 def main(options: argparse.Namespace) -> list[dict[str, object]]:
-    from benchmark import report  # wired into that script, so imported only now
-
     if options.pyavs_ffmpeg:
         with_pyavs_ffmpeg()
     torch.set_num_threads(1)

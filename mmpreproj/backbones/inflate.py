@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import timm
@@ -27,6 +27,7 @@ import torch
 from timm.models import adapt_input_conv, load_state_dict
 from torch import Tensor, nn
 
+from mmpreproj.backbones.modes import evaluating
 from mmpreproj.backbones.vit import checkpoint_filter_fn
 from mmpreproj.preproj import PreProj
 
@@ -206,7 +207,7 @@ def static_clip_report(
         return ((found - expected).abs().max() / expected.abs().max()).item()
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_evaluating(model, image_model))
+        stack.enter_context(evaluating(model, image_model))
         expected = image_model.forward_head(image_model.forward_features(images), pre_logits=True)
         steps = [("as built", difference(frames))]
         times = [b.temporal_attn for b in model.blocks if hasattr(b, "temporal_attn")]
@@ -227,15 +228,3 @@ def static_clip_report(
             )
             steps.append((cause, difference(tubelet)))
     return StaticClipReport(tuple(steps))
-
-
-@contextlib.contextmanager
-def _evaluating(*models: nn.Module) -> Iterator[None]:
-    before = [model.training for model in models]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for model, training in zip(models, before, strict=True):
-            model.train(training)

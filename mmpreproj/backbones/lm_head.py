@@ -7,7 +7,6 @@ scaling, soft cap) is read off the model, and checked against the model's own lo
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmpreproj.attach import refuse_compiled
+from mmpreproj.backbones.modes import evaluating
 
 # What transformers' models do to the logits behind the matrix, by the name in their configuration.
 _DIVISORS = ("logits_scaling",)  # Granite
@@ -246,7 +246,7 @@ def _check_arithmetic(model: nn.Module, head: LMHead, name: str) -> None:
         seen.append(args[0] * factor.to(args[0].dtype))
         return (seen[1],)
 
-    with _evaluating(model), torch.autocast(weight.device.type, enabled=False):
+    with evaluating(model), torch.autocast(weight.device.type, enabled=False):
         hidden = trunk(model, ids)
         handle = head.projection.register_forward_pre_hook(amplify)
         try:
@@ -271,15 +271,3 @@ def _close(found: Tensor, expected: Tensor, eps: float) -> bool:
         return False
     found, expected = found.double(), expected.double()
     return bool(((found - expected).abs() <= 8 * eps * expected.abs().max()).all())
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode, module by module as it was afterwards: parts of a frozen model train alone."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

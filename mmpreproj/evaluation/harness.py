@@ -1,7 +1,8 @@
 """A model for EleutherAI's lm-evaluation-harness, scored by this package.
 
     import lm_eval
-    from mmpreproj.evaluation.harness import MMPreProjLM
+    from mmpreproj.backbones.modes import evaluating
+from mmpreproj.evaluation.harness import MMPreProjLM
     lm_eval.simple_evaluate(model=MMPreProjLM(model, tokenizer), tasks=["lambada_openai"])
 
 Importing this registers the name `mmpreproj`. The harness's own command takes it this way:
@@ -21,7 +22,8 @@ import torch
 from torch import nn
 
 import mmpreproj
-from mmpreproj.evaluation.scoring import Scorer, evaluating
+from mmpreproj.backbones.modes import evaluating
+from mmpreproj.evaluation.scoring import Scorer
 
 try:
     import lm_eval.models  # noqa: F401  its own models are not looked for once one is registered

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mmpreproj.backbones.lm_head import lm_head_of, trunk
+from mmpreproj.backbones.modes import evaluating
 from mmpreproj.evaluation.encoding import Encoder, Request, max_length_of, windows
 from mmpreproj.evaluation.shared import Scored, SharedContexts, split_shared
 
@@ -284,18 +285,6 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         "size": len(tokenizer),
         "hash": hashlib.blake2b(content.encode(), digest_size=8).hexdigest(),
     }
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode, module by module as it was afterwards: parts of a frozen model train alone."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextlib.contextmanager

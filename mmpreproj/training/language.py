@@ -338,11 +338,11 @@ class LanguageModel(TrainedModule):
 
     def facts(self) -> dict[str, Any]:
         h = self.hparams
-        rank = getattr(self.model, "active_peft_config", None)
+        peft = getattr(self.model, "active_peft_config", None)  # its rank may have been solved
         return {
             "model": h.model or h.model_type,
             "preproj": h.preproj,
-            "lora": h.lora and {**h.lora, "rank": rank.r if rank is not None else h.lora["rank"]},
+            "lora": h.lora and {**h.lora, **({} if peft is None else {"rank": peft.r})},
             "optimizer": h.optimizer,
             "base_fingerprint": self.base_fingerprint,
             "precision": str(self.trainer.precision) if self._trainer is not None else None,
@@ -392,9 +392,9 @@ class LanguageModel(TrainedModule):
                 continue_text(model, self.tokenizer, prompt, self.hparams.prompt_tokens, SEED)
                 for prompt in self.hparams.prompts
             ]
-            text = "\n\n".join(texts)
-            (folder / "sample.txt").write_text(text + "\n", encoding="utf-8")
-            print(f"\nsample:\n{text}\n", flush=True)
+            text = "\n\n".join(texts) + "\n"
+            (folder / "sample.txt").write_text(text, encoding="utf-8")
+            print(f"\nsample:\n{text}", flush=True)
 
 
 def _exp(value: float) -> float | None:

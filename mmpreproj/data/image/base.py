@@ -9,10 +9,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from mmpreproj.data.image.transforms import (
     AugmentConfig,
     EvalTransform,
-    normalize,
     resolve_data_config,
 )
 from mmpreproj.data.loaders import LabelledDataModule
+from mmpreproj.data.pixels import normalize
 from mmpreproj.data.sampling import RepeatedAugmentation, run_seed
 
 try:

@@ -1,21 +1,18 @@
 """Datasets over labelled image files: what happens to unreadable ones, padding, seeds."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import Dataset
 
+from mmpreproj.data.bad_files import FileDataset
 from mmpreproj.data.image.files import UnreadableImage
 from mmpreproj.data.sampling import seeded
 from mmpreproj.data.targets import PADDING, unreadable
 
 MAX_FAILURES_IN_A_ROW = 50
-MAX_WARNINGS = 20
-
 BadImages = Literal["warn", "error"]
 Item = tuple[torch.Tensor, int]
 
@@ -38,7 +35,7 @@ class ImageSource(Protocol):
         """Where the images come from; two sources with one place hold the same images."""
 
 
-class LabelledImages(Dataset):
+class LabelledImages(FileDataset):
     """Some images of a source, as uint8 [C, H, W]; keeps a record of the unreadable ones."""
 
     def __init__(
@@ -52,22 +49,14 @@ class LabelledImages(Dataset):
     ):
         """targets: int64, one for each image of the source, numbered as in training."""
         self.source = source
-        self.indices = indices
+        super().__init__(indices)
         self.targets = targets
         self.transform = transform
         self.channels = channels
         self.bad_images = bad_images
-        # One flag an image in shared memory: workers on either side of a fork or spawn set the same
-        # flags, and setting one twice does no harm, so this needs no lock and counts files, not
-        # attempts.
-        self.bad = torch.zeros(len(indices), dtype=torch.uint8).share_memory_()
 
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def bad_files(self) -> list[str]:
-        """Names of the images found unreadable so far, by this process and its workers."""
-        return [self.source.name(int(self.indices[i])) for i in self.bad.nonzero()[:, 0].tolist()]
+    def name(self, index: int) -> str:
+        return self.source.name(index)
 
     def target(self, position: int) -> int:
         return int(self.targets[self.indices[position]])
@@ -79,19 +68,8 @@ class LabelledImages(Dataset):
         except UnreadableImage as error:
             if self.bad_images == "error":
                 raise
-            self._record(position, error)
+            self.record(position, error)
             return None
-
-    def _record(self, position: int, error: UnreadableImage) -> None:
-        if self.bad[position]:
-            return
-        self.bad[position] = 1
-        count = int(self.bad.sum())
-        if count <= MAX_WARNINGS:
-            more = "; further ones are counted without a message" if count == MAX_WARNINGS else ""
-            warnings.warn(f"{error}: {self.consequence}{more}", stacklevel=2)
-
-    consequence = "left out"
 
 
 class TrainImages(LabelledImages):

@@ -1,7 +1,6 @@
 """From PIL image to model input: timm's transforms, and where pixels are normalised."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ from PIL import Image
 from timm.data import create_transform
 
 from mmpreproj.data.image.files import mode_of, to_channels
+from mmpreproj.data.pixels import normalize
 
 
 @dataclasses.dataclass
@@ -108,21 +108,6 @@ def pixel_transform(config: dict[str, Any]) -> Callable[[Image.Image], torch.Ten
         crop_pct=config["crop_pct"],
         crop_mode=config["crop_mode"],
     )
-
-
-def normalize(pixels: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
-    """uint8 [..., C, H, W] -> a new float32 tensor, (pixels / 255 - mean) / std."""
-    mean, std = _statistics(tuple(config["mean"]), tuple(config["std"]), pixels.device)
-    return pixels.float().sub_(mean).div_(std)
-
-
-@functools.lru_cache(maxsize=8)
-def _statistics(mean: tuple, std: tuple, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and std of 8-bit values, float32 [C, 1, 1]; kept, as a copy to the device is a wait."""
-    with torch.inference_mode(False):  # else what validation made would be unusable in training
-        return tuple(
-            torch.tensor(values, device=device).mul_(255).view(-1, 1, 1) for values in (mean, std)
-        )
 
 
 class EvalTransform:

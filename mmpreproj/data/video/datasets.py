@@ -4,14 +4,13 @@ A file is opened, read and closed for each item: nothing is open when workers fo
 not grow with the number of videos seen.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
+from mmpreproj.data.bad_files import FileDataset
 from mmpreproj.data.sampling import seeded
 from mmpreproj.data.targets import PADDING, unreadable
 from mmpreproj.data.video import sampling
@@ -19,8 +18,6 @@ from mmpreproj.data.video.decode import Decoder, UnreadableVideo, read_frames
 from mmpreproj.data.video.lists import VideoList
 
 MAX_FAILURES_IN_A_ROW = 50
-MAX_WARNINGS = 20
-
 BadVideos = Literal["warn", "error"]
 Item = tuple[torch.Tensor, torch.Tensor]
 
@@ -59,10 +56,8 @@ class FrameSampler:
         return [i for view in views for i in view]
 
 
-class LabelledVideos(Dataset):
+class LabelledVideos(FileDataset):
     """Some videos of a list; keeps a record of the unreadable ones."""
-
-    consequence = "left out"
 
     def __init__(
         self,
@@ -77,24 +72,16 @@ class LabelledVideos(Dataset):
     ):
         """targets: int64 [N, L], a row for each video of the list, numbered as in training."""
         self.videos = videos
-        self.indices = indices
+        super().__init__(indices)
         self.targets = targets
         self.sampler = sampler
         self.transform = transform
         self.decoder = decoder
         self.threads = threads
         self.bad_videos = bad_videos
-        # One flag a video in shared memory: workers on either side of a fork or spawn set the same
-        # flags, and setting one twice does no harm, so this needs no lock and counts files, not
-        # attempts.
-        self.bad = torch.zeros(len(indices), dtype=torch.uint8).share_memory_()
 
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def bad_files(self) -> list[str]:
-        """Names of the videos found unreadable so far, by this process and its workers."""
-        return [self.videos.name(int(self.indices[i])) for i in self.bad.nonzero()[:, 0].tolist()]
+    def name(self, index: int) -> str:
+        return self.videos.name(index)
 
     def target(self, position: int) -> torch.Tensor:
         """int64 [L]."""
@@ -103,23 +90,14 @@ class LabelledVideos(Dataset):
     def load(self, position: int, numbers: Callable[[int], Sequence[int]]) -> np.ndarray | None:
         """Frames uint8 [N, H, W, 3]; None (recorded, warned about once) where unreadable, if
         tolerated."""
-        path = self.videos.name(int(self.indices[position]))
+        path = self.name(int(self.indices[position]))
         try:
             return read_frames(path, numbers, self.decoder, self.threads)
         except UnreadableVideo as error:
             if self.bad_videos == "error":
                 raise
-            self._record(position, error)
+            self.record(position, error)
             return None
-
-    def _record(self, position: int, error: UnreadableVideo) -> None:
-        if self.bad[position]:
-            return
-        self.bad[position] = 1
-        count = int(self.bad.sum())
-        if count <= MAX_WARNINGS:
-            more = "; further ones are counted without a message" if count == MAX_WARNINGS else ""
-            warnings.warn(f"{error}: {self.consequence}{more}", stacklevel=2)
 
 
 class TrainVideos(LabelledVideos):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from mmpreproj.data.loaders import LabelledDataModule
+from mmpreproj.data.pixels import normalize
 from mmpreproj.data.sampling import run_seed
 from mmpreproj.data.splits import stratified_holdout
 from mmpreproj.data.video import sampling as frame_sampling
@@ -27,7 +28,6 @@ from mmpreproj.data.video.transforms import (
     TrainClip,
     VideoAugment,
     erase,
-    normalize,
     resolve_video_config,
 )
 
@@ -331,7 +331,7 @@ class VideoDataModule(LabelledDataModule):
         by hand.
         """
         if clips.dtype == torch.uint8:
-            clips = normalize(clips, self.resolved_data_config)
+            clips = normalize(clips, self.resolved_data_config, dims=3)
         if training:
             if self.augment.re_prob > 0:
                 clips = erase(clips, self.augment.re_prob)
@@ -363,7 +363,7 @@ class ClipsOfFile:
 
     def of_frames(self, frames: np.ndarray) -> torch.Tensor:
         """What `frames` gave -> normalised float32 [V * S, C, T, H, W]."""
-        return normalize(self.transform(frames), self.config)
+        return normalize(self.transform(frames), self.config, dims=3)
 
     def __call__(self, path: str | os.PathLike) -> torch.Tensor:
         return self.of_frames(self.frames(path))

@@ -4,7 +4,6 @@ Pixels stay 8-bit integers until they are on the model's device.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -188,22 +187,6 @@ class EvalClips:
                 corner[along] = s * spare[along] // (self.crops - 1)
             corners.append((corner[0], corner[1]))
         return corners
-
-
-def normalize(pixels: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
-    """uint8 [..., C, T, H, W] -> a new float32 tensor, (pixels / 255 - mean) / std."""
-    mean, std = _statistics(tuple(config["mean"]), tuple(config["std"]), pixels.device)
-    return pixels.float().sub_(mean).div_(std)
-
-
-@functools.lru_cache(maxsize=8)
-def _statistics(mean: tuple, std: tuple, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and std of 8-bit values, float32 [C, 1, 1, 1]; kept: a copy to the device is a wait."""
-    with torch.inference_mode(False):  # else what validation made would be unusable in training
-        return tuple(
-            torch.tensor(values, device=device).mul_(255).view(-1, 1, 1, 1)
-            for values in (mean, std)
-        )
 
 
 def erase(clips: torch.Tensor, probability: float) -> torch.Tensor:
