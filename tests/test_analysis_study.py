@@ -168,3 +168,23 @@ def test_a_choice_by_the_reported_part_is_refused(tmp_path):
     (tmp_path / "s.yaml").write_text(json.dumps({**content, "choose": {"by": "test.loss.value"}}))
     with pytest.raises(ValueError, match="what is reported must not choose"):
         Study.read(tmp_path / "s.yaml")
+
+
+def test_seed_1_is_not_seed_10(tmp_path):
+    (tmp_path / "base.yaml").touch()
+    (tmp_path / "s.yaml").write_text("config: base.yaml\nseeds: [10, 1]\narms:\n  a: {}\n")
+    study, root = Study.read(tmp_path / "s.yaml"), tmp_path / "runs"
+    ten, one = study.runs()
+    for name in ("20260101-000000-seed10", "20260101-000001-seed1-2"):
+        (root / one.place / name).mkdir(parents=True)
+    assert [folder.name for folder in one.folders(root)] == ["20260101-000001-seed1-2"]
+    assert [folder.name for folder in ten.folders(root)] == ["20260101-000000-seed10"]
+
+
+@pytest.mark.parametrize("goal", ["min", "max"])
+def test_a_candidate_without_the_figure_is_never_the_best(goal):
+    from mmpreproj.analysis.study import Choice
+
+    choice = Choice(by="validation.loss.value", goal=goal)
+    assert choice.best([None, 2.0, float("nan"), 3.0]) == (1 if goal == "min" else 3)
+    assert choice.best([None, None]) is None

@@ -7,7 +7,7 @@ import torch
 from clip_files import video_folder, write_audio_only, write_clip
 from test_clips_module import all_of, epochs, module
 
-from mmpreproj.data.video import UnreadableVideo
+from mmpreproj.data.video import UnreadableVideo, read_frames
 
 
 @pytest.fixture
@@ -121,3 +121,20 @@ def test_a_list_of_missing_files_alone_is_always_an_error(tmp_path):
     listed_tree(tmp_path, n_missing=6)
     with pytest.raises(FileNotFoundError, match="6 of 6"):
         module(tmp_path, missing="skip")
+
+
+def test_an_absurd_size_in_a_header_is_the_files_fault(tmp_path, monkeypatch):
+    import av
+
+    path = tmp_path / "a.mp4"
+    write_clip(path, 4)
+
+    def refuse(*args, **keywords):
+        raise av.error.MemoryError(12, "Cannot allocate memory")  # what FFmpeg answers
+
+    monkeypatch.setattr(av, "open", refuse)
+    with pytest.raises(UnreadableVideo, match="Cannot allocate memory"):
+        read_frames(path, [0])
+    monkeypatch.setattr(av, "open", lambda *args, **keywords: bytearray(1 << 62))
+    with pytest.raises(MemoryError):  # this machine's
+        read_frames(path, [0])

@@ -189,3 +189,20 @@ def test_relative_paths_start_from_the_root_not_the_working_directory(tmp_path, 
     assert videos.name(1) == str(tmp_path / "abs" / "b.mp4")
     videos = read_videos(tmp_path / "l.txt", root=tmp_path / "other")
     assert videos.name(0) == str(tmp_path / "other" / "sub" / "a.mp4")
+
+
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+def test_a_stray_quote_swallows_no_line(tmp_path, delimiter):
+    lines = ["a.mp4,3", '"b.mp4,1', "c.mp4,2", '"d.mp4,0']
+    file = tmp_path / "list.csv"
+    file.write_text("\n".join(lines).replace(",", delimiter))
+    with pytest.raises(ValueError, match="line 2: a quote that opens there closes on line 4"):
+        read_videos(file, tmp_path)
+
+
+@pytest.mark.parametrize("start", ["nan", "inf", "x"])
+def test_times_that_are_no_numbers_are_told_with_their_line(tmp_path, start):
+    file = tmp_path / "train.csv"
+    file.write_text(f"label,youtube_id,time_start,time_end,split\njump,abc,{start},10,train\n")
+    with pytest.raises(ValueError, match="line 2: time_start and time_end are seconds"):
+        read_videos(file, tmp_path)

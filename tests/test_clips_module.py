@@ -250,8 +250,11 @@ def test_the_test_part_must_be_clear(tree, tmp_path):
     with pytest.raises(ValueError, match="several could be it: .*test.*val.* say it with test"):
         module(tmp_path)
     assert module(tmp_path, val="val", drop_last=False).split_size("test") == 1
-    with pytest.raises(ValueError, match="none of"):
-        module(tree, val="val")
+    with pytest.warns(UserWarning, match="nothing will be reported: .*none of"):
+        data = module(tree, val="val")  # training goes on
+    assert not data.has_split("test") and data.has_split("val")
+    with pytest.raises(FileNotFoundError, match="none of"):
+        data.setup("test")
     with pytest.raises(FileNotFoundError, match="no 'absent' .*there are .*train"):
         module(tree, test="absent")
     with pytest.raises(FileNotFoundError, match="does not exist"):

@@ -59,8 +59,7 @@ def test_configs_are_valid_and_build(path, tmp_path):
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=name)
-def test_studies_are_valid_and_their_arms_build(path, tmp_path, monkeypatch):
-    monkeypatch.setattr("mmpreproj.training.language.check_sources", lambda configs: None)
+def test_studies_are_valid_and_their_arms_build(path, tmp_path):
     study = Study.read(path)
     counts = {}
     for run in [*study.choosing_runs(), *study.runs()]:

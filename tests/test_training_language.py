@@ -219,10 +219,46 @@ def test_settings_that_do_not_fit_are_refused_before_anything_is_loaded(settings
         probe(**{"base": "nowhere", **settings} if "model" not in settings else {"base": None})
 
 
-def test_a_missing_evaluation_file_is_told_before_training():
+def test_what_is_wrong_with_an_evaluation_file_is_told_before_training(base, text, tmp_path):
     evaluations = {"lambada": {"task": "lambada", "source": "nowhere.jsonl"}}
     with pytest.raises(FileNotFoundError, match="'lambada': there is no file nowhere.jsonl"):
-        probe("nowhere", evaluations=evaluations)
+        trainer(tmp_path).fit(probe(base, evaluations=evaluations), data(text))
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"context": "a"}\n')
+    evaluations = {"lambada": {"task": "lambada", "source": str(bad)}}
+    with pytest.raises(ValueError, match="'lambada': .*bad.jsonl"):
+        trainer(tmp_path).fit(probe(base, evaluations=evaluations), data(text))
+
+
+def test_a_failing_evaluation_leaves_the_others_and_the_figures(base, text, tmp_path):
+    source = tmp_path / "piqa.jsonl"
+    item = {"query": "a", "choices": ["b" * 100, "c"], "gold": 0}  # longer than the context
+    source.write_text(json.dumps(item) + "\n")
+    evaluations = {"piqa": {"task": "choices", "source": str(source)}}
+    module = probe(base, preproj=None, evaluations=evaluations)
+    with pytest.warns(UserWarning, match="'piqa' failed"):
+        trainer(tmp_path).test(module, data(text), verbose=False)
+    found = module.metrics(module.test_result)
+    assert "error" in found["tasks"]["piqa"] and found["perplexity"]["token"]["n"] > 0
+    assert any("failed" in row[1] for row in module.headline(found))
+
+
+def test_counts_are_exact_in_a_model_of_half_precision(base, text, tmp_path):
+    module, texts = probe(base, preproj=None), data(text, test_fraction=0.5)
+    trainer(tmp_path, precision="bf16-true").test(module, texts, verbose=False)
+    assert module.test_result["n"] == texts.describe()["test"]["n_tokens"] - 1  # above 256
+
+
+def test_blocks_longer_than_the_context_are_refused(base, text, tmp_path):
+    with pytest.raises(ValueError, match="blocks of 65 tokens do not fit the model's 64"):
+        trainer(tmp_path).fit(probe(base), data(text, block_size=65))
+
+
+def test_a_fault_in_the_test_part_is_told_before_training(base, text, tmp_path):
+    with open(text, "ab") as file:
+        file.write(b"bad \xe9 byte\n")
+    with pytest.raises(ValueError, match="UTF-8"):
+        trainer(tmp_path).fit(probe(base), data(text))
 
 
 def test_a_tokenizer_with_other_numbers_than_the_models_is_refused(base, text, tmp_path):

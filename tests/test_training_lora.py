@@ -52,6 +52,13 @@ def test_narrow_matrices_keep_their_own_rank_and_scale():
         assert layer.scaling["default"] == pytest.approx(2.0)
 
 
+def test_a_name_that_matches_nothing_is_not_hidden_by_one_that_does():
+    with pytest.raises(ValueError, match="names 'kk_proj'"):
+        attach_lora(llama(), LoraConfig(rank=2, targets=["q_proj", "kk_proj"]))
+    model = attach_lora(llama(), LoraConfig(rank=2, targets="q_proj"))  # a name, not a pattern
+    assert sum(hasattr(m, "lora_A") for m in model.modules()) == 2
+
+
 def test_lora_starts_as_the_base():
     base = llama().eval()
     ids = torch.arange(12).reshape(1, 12)

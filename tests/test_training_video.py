@@ -134,11 +134,11 @@ def test_controls_change_the_order_of_frames_and_nothing_else(tmp_path):
 
 def test_retimed_clips():
     clips = torch.arange(2 * 3 * 5).float().reshape(2, 1, 1, 15, 1, 1)[:, :, :, :5]
-    assert retimed(clips, "reversed")[0].flatten().tolist() == [4, 3, 2, 1, 0]
-    assert retimed(clips, "still")[1].flatten().tolist() == [17] * 5
-    shuffled = retimed(clips, "shuffled", 1)
+    assert retimed(clips, "reversed", [0, 1])[0].flatten().tolist() == [4, 3, 2, 1, 0]
+    assert retimed(clips, "still", [0, 1])[1].flatten().tolist() == [17] * 5
+    shuffled = retimed(clips, "shuffled", [0, 1])
     assert sorted(shuffled[0].flatten().tolist()) == [0, 1, 2, 3, 4]
-    assert torch.equal(shuffled, retimed(clips, "shuffled", 1))
+    assert torch.equal(shuffled[1:], retimed(clips[1:], "shuffled", [1]))
     orders = shuffled.flatten(1) - torch.tensor([[0.0], [15.0]])
     assert not torch.equal(orders[0], orders[1])
 
@@ -175,3 +175,27 @@ def test_what_does_not_fit_is_refused(tmp_path):
 def test_outputs_are_named():
     assert output_names({"class": ["a", "b"]}) == ["a", "b"]
     assert output_names(SETS)[-2:] == ["way: left", "way: right"]
+
+
+def test_shuffled_frames_do_not_depend_on_the_batches(tmp_path):
+    found = []
+    for size in (2, 5):
+        data = Clips(n=10)
+        data.test_dataloader = lambda size=size, data=data: DataLoader(
+            TensorDataset(data.views, data.marked), batch_size=size
+        )
+        torch.manual_seed(0)
+        module = classifier(controls=["shuffled"])
+        trainer(tmp_path).test(module, data, verbose=False)
+        found.append(module.test_result["controls"]["shuffled"]["loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_a_data_module_of_another_kind_is_refused_by_name(tmp_path):
+    from mmpreproj.data import DigitsDataModule
+    from mmpreproj.training import ImageClassifier
+
+    with pytest.raises(ValueError, match="takes a VideoDataModule, found DigitsDataModule"):
+        trainer(tmp_path).fit(classifier(), DigitsDataModule(num_workers=0))
+    with pytest.raises(ValueError, match="Clips goes with VideoClassifier"):
+        trainer(tmp_path).fit(ImageClassifier(), Clips())

@@ -16,6 +16,7 @@ from mmpreproj.analysis.plots import arms_by_seed, frontier
 from mmpreproj.analysis.records import write_json
 from mmpreproj.analysis.study import Study, run_study, train_command
 from mmpreproj.analysis.summary import markdown, summarise
+from mmpreproj.training.cli import run_tool
 
 
 def main() -> int:
@@ -27,6 +28,8 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=Path("runs"), help="where run folders go")
     parser.add_argument("--summary", action="store_true", help="only sum up what has finished")
     options, arguments = parser.parse_known_args()
+    if options.jobs < 1:
+        parser.error(f"--jobs must be 1 or more, found {options.jobs}")
     try:
         study = Study.read(options.study)
         failed = []
@@ -66,4 +69,4 @@ def _tried(row: dict) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tool(main))

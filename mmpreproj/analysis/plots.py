@@ -159,7 +159,7 @@ def frontier(
     kept: Sequence[str],
     title: str = "",
 ) -> Path:
-    """Learning against keeping: a point for every candidate of an arm, joined in their order.
+    """Learning against keeping: a point for every candidate of an arm, named and joined by rate.
 
     Args:
         rows: from `mmpreproj.analysis.summary.summarise`. Arms without candidates (the base) are
@@ -171,17 +171,35 @@ def frontier(
     colours = [BLUE, ORANGE, GREEN, "#805ad5", "#c53030", GREY, "#0d9488"]
     for axis, name in zip(axes, kept, strict=True):
         for row, colour in zip(rows, colours * len(rows), strict=False):
-            tried = [found["figures"] for found in row["candidates"]]
-            pairs = [(_finite(f[learned]), _finite(f[name])) for f in tried]
-            pairs = [pair for pair in pairs if None not in pair]
-            if pairs:
-                axis.plot(*zip(*pairs, strict=True), "o-", color=colour, ms=5, label=row["arm"])
+            lines = _lines(row["candidates"], learned, name)
+            for style, (kind, points) in zip(
+                ("o-", "o--", "o:") * len(lines), lines.items(), strict=False
+            ):
+                label = row["arm"] + (f" ({kind})" if kind else "")
+                xs, ys = [p[0] for p in points], [p[1] for p in points]
+                axis.plot(xs, ys, style, color=colour, ms=5, label=label)
+                for x, y, rate in points:
+                    axis.annotate(f" {rate}", (x, y), fontsize=7, color=colour)
             means = [row["figures"][label]["mean"] for label in (learned, name)]
             if not row["candidates"] and None not in means:
                 axis.plot(*means, "x", color="black", ms=9, mew=2, label=row["arm"])
         axis.set(xlabel=learned, ylabel=name)
         _legend_or_note(axis)
     return _write(figure, path, title)
+
+
+def _lines(
+    candidates: Sequence[Mapping[str, Any]], learned: str, kept: str
+) -> dict[str, list[tuple[float, float, str]]]:
+    """{what else was chosen: [(learned, kept, rate), …] by rate}; the last setting is the rate."""
+    lines: dict[str, list[tuple[float, float, str]]] = {}
+    for found in candidates:
+        *others, rate = found["settings"].values()
+        point = (_finite(found["figures"][learned]), _finite(found["figures"][kept]))
+        if None not in point:
+            scales = [f"scale {o['scale']:g}" if "scale" in o else str(o) for o in others]
+            lines.setdefault(", ".join(scales), []).append((*point, str(rate)))
+    return {kind: sorted(points, key=lambda p: float(p[2])) for kind, points in lines.items()}
 
 
 def predictions(

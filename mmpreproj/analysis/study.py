@@ -32,6 +32,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +68,9 @@ class Run:
 
     def folders(self, root: Path) -> list[Path]:
         """The run folders there are for it, oldest first."""
-        return sorted((root / self.place).glob(f"*-seed{self.seed}*"))
+        found = (root / self.place).glob(f"*-seed{self.seed}*")
+        ours = re.compile(rf".*-seed{self.seed}(-\d+)?")  # seed 1 is not seed 10
+        return sorted(folder for folder in found if ours.fullmatch(folder.name))
 
     def record(self, root: Path) -> dict[str, Any] | None:
         """The record of the run that finished, if one did."""
@@ -118,12 +121,14 @@ class Choice:
             )
 
     def best(self, values: Sequence[float | None]) -> int | None:
-        """Which of the values is best, the first of equals; None while one is missing."""
-        if not values or any(value is None for value in values):
+        """Which of the values is best, the first of equals; None if there is none.
+
+        A run without the figure, such as one that diverged, is never the best.
+        """
+        known = {i: v for i, v in enumerate(values) if v is not None and math.isfinite(v)}
+        if not known:
             return None
-        finite = [math.inf if not math.isfinite(v) else v for v in values if v is not None]
-        signed = [v if self.goal == "min" else -v for v in finite]
-        return signed.index(min(signed))
+        return min(known, key=lambda i: known[i] if self.goal == "min" else -known[i])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +157,10 @@ class Study:
         path = Path(path)
         if not path.is_file():
             raise ValueError(f"there is no study {path}")
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is not valid YAML: {error}") from error
         keys = set(content) if isinstance(content, Mapping) else set()
         if not KEYS <= keys or keys - KEYS - OPTIONAL:
             found = sorted(content) if isinstance(content, Mapping) else type(content).__name__
@@ -175,7 +183,10 @@ class Study:
         try:
             choice = Choice(**content["choose"]) if "choose" in content else None
             drawn = Frontier(**content["frontier"]) if "frontier" in content else None
-            figures = {str(k): Figure(**v) for k, v in (content.get("figures") or {}).items()}
+            named = content.get("figures") or {}
+            if not isinstance(named, Mapping):
+                raise TypeError(f"figures must map names to {{path: …, form: …}}, found {named!r}")
+            figures = {str(k): Figure(**v) for k, v in named.items()}
         except TypeError as error:
             raise ValueError(f"{path}: {error}") from error
         study = cls(
@@ -228,8 +239,10 @@ class Study:
         runs = [run for run in self.choosing_runs(arguments) if run.arm == arm]
         if not runs:
             return {}
-        by = Figure(self.choice.by)
-        best = self.choice.best([by.of(run.record(root)) for run in runs])
+        records = [run.record(root) for run in runs]
+        if None in records:
+            return None
+        best = self.choice.best([Figure(self.choice.by).of(record) for record in records])
         return None if best is None else runs[best].candidate
 
     def runs(self, arguments: Sequence[str] = (), root: Path | None = None) -> list[Run]:
@@ -294,6 +307,10 @@ def run_study(
         failed = _run_all(f"{study.name}, choosing", choosing, study, train, root, jobs, tell)
         for arm in study.arms:
             chosen = study.chosen(arm, root, arguments)
+            missing = [run for run in choosing if run.arm == arm and run.record(root) is None]
+            if chosen is None and not missing:
+                tell(f"FAILED: {arm}: none of its candidates has {study.choice.by} in its record")
+                failed += [run for run in choosing if run.arm == arm]
             if chosen:
                 tell(f"{arm}: {told(chosen)} was best on validation")
     runs = study.runs(arguments, root)

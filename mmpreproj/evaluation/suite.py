@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,11 +50,35 @@ class EvaluationConfig:
             raise ValueError(f"limit must be 1 or more, or null, found {self.limit}")
 
 
-def check_sources(configs: Mapping[str, EvaluationConfig]) -> None:
-    """Raises FileNotFoundError, naming it, if a local file is not there."""
+def read_suite(configs: Mapping[str, EvaluationConfig]) -> dict[str, Any]:
+    """The items, or the text, of each evaluation: what is wrong with a file shows before training.
+
+    Raises:
+        FileNotFoundError, ConnectionError, ValueError: naming the evaluation and the fault.
+    """
+    found = {}
     for name, config in configs.items():
-        if not config.source.startswith("hf:") and not Path(config.source).is_file():
-            raise FileNotFoundError(f"evaluation {name!r}: there is no file {config.source}")
+        try:
+            found[name] = _read(config)
+        except (FileNotFoundError, ConnectionError, ValueError) as error:
+            raise type(error)(f"evaluation {name!r}: {error}") from error
+    return found
+
+
+def _read(config: EvaluationConfig) -> Any:
+    hub, path = config.source.startswith("hf:"), Path(config.source).expanduser()
+    if not hub and not path.exists():
+        raise FileNotFoundError(f"there is no file {config.source}")
+    if config.task == "lambada":
+        return read_lambada(config.source if hub else path)
+    if config.task == "choices":
+        return read_choices(config.source if hub else path)
+    if hub:
+        raise ValueError(f"perplexity takes a text file, found {config.source}")
+    try:
+        return first_words(path.read_bytes().decode("utf-8"), config.limit)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 at byte {error.start}") from error
 
 
 def run_suite(
@@ -61,27 +86,41 @@ def run_suite(
     tokenizer: PreTrainedTokenizerBase,
     configs: Mapping[str, EvaluationConfig],
     progress: bool = False,
+    held: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The result of each evaluation, as tasks.py gives it, with its source; by name.
 
+    One that fails (a choice longer than the model reads, say) has {"error": what it said} instead,
+    and the others go on.
+
+    Args:
+        held: what `read_suite` gave; None reads it now.
+
     Raises:
-        FileNotFoundError, ValueError: as the readers and the scorer do.
+        FileNotFoundError, ConnectionError, ValueError: as `read_suite`.
     """
-    check_sources(configs)
+    held = read_suite(configs) if held is None else held
     found: dict[str, dict[str, Any]] = {}
     for name, config in configs.items():
         scorer = Scorer(model, tokenizer, batch_tokens=config.batch_tokens)
-        if config.task == "lambada":
-            result = lambada(scorer, read_lambada(config.source), config.limit, progress=progress)
-        elif config.task == "choices":
-            items = read_choices(config.source)
-            result = choices(scorer, items, config.limit, name, progress)
-        else:
-            text = first_words(Path(config.source).read_text(encoding="utf-8"), config.limit)
-            window = min(config.window or scorer.max_length, scorer.max_length)
-            result = perplexity(scorer, text, config.stride, window, progress)
+        try:
+            result = _run(scorer, name, config, held[name], progress)
+        except ValueError as error:
+            warnings.warn(f"evaluation {name!r} failed: {error}", stacklevel=2)
+            result = {"task": config.task, "error": str(error)}
         found[name] = result | {"source": Path(config.source).name, "limit": config.limit}
     return found
+
+
+def _run(
+    scorer: Scorer, name: str, config: EvaluationConfig, held: Any, progress: bool
+) -> dict[str, Any]:
+    if config.task == "lambada":
+        return lambada(scorer, held, config.limit, progress=progress)
+    if config.task == "choices":
+        return choices(scorer, held, config.limit, name, progress)
+    window = min(config.window or scorer.max_length, scorer.max_length)
+    return perplexity(scorer, held, config.stride, window, progress)
 
 
 def first_words(text: str, limit: int | None) -> str:
@@ -98,6 +137,8 @@ def first_words(text: str, limit: int | None) -> str:
 
 def task_line(result: dict[str, Any]) -> str:
     """The figures of one evaluation on a line."""
+    if "error" in result:
+        return f"failed: {result['error']}"
     parts = []
     for key, label in (("accuracy", "accuracy"), ("accuracy_normalised", "normalised")):
         if key in result:

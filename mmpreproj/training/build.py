@@ -106,6 +106,13 @@ def check_name(name: str) -> None:
     raise ValueError(f"model={name!r} is not a timm model; {hint}")
 
 
+def with_whole_path(name: str) -> str:
+    """The name; a local folder behind "hf:" from the root on, so that a run finds it anywhere."""
+    folder = Path(name.removeprefix(HUGGING_FACE)).expanduser()
+    local = name.startswith(HUGGING_FACE) and folder.is_dir()
+    return f"{HUGGING_FACE}{folder.resolve()}" if local else name
+
+
 def classifier_names(model: nn.Module) -> list[str]:
     """Paths of the classifier's modules (`head`, say), as its timm configuration names them."""
     named = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()

@@ -238,9 +238,11 @@ class Clock(Callback):
         self.train_seconds = 0.0  # of it, training epochs without validation
         self.items = 0  # read by this process in those, in what the module counts
         self._fit = self._epoch = self._val = 0.0
+        self._running = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fit = self._epoch = time.perf_counter()
+        self._running = True
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._epoch, self._val = time.perf_counter(), 0.0
@@ -260,14 +262,22 @@ class Clock(Callback):
         now = time.perf_counter()
         self.train_seconds += now - self._epoch - self._val
         self.seconds += now - self._fit
-        self._fit = now
+        self._fit = self._epoch = now
+        self._val = 0.0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.seconds += time.perf_counter() - self._fit
+        self._running = False
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("seconds", "train_seconds", "items")
-        return {name: getattr(self, name) for name in names}
+        # In mid-epoch too: what has passed of the epoch counts, as its items do.
+        now = time.perf_counter()
+        since = (now - self._fit, now - self._epoch - self._val) if self._running else (0.0, 0.0)
+        return {
+            "seconds": self.seconds + since[0],
+            "train_seconds": self.train_seconds + since[1],
+            "items": self.items,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name, value in state_dict.items():

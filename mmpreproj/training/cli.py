@@ -114,7 +114,7 @@ class TrainCLI(LightningCLI):
         except ValueError as error:
             # jsonargparse wraps what a class says about its arguments; say that, not the wrapping.
             said = re.search(
-                r"Errors:\n  - (.*?)\n  - Expected a <class 'NoneType'>", str(error), re.S
+                r"Errors:\n\s+- (.*?)\n\s+- Expected a <class 'NoneType'>", str(error), re.S
             )
             if said is None:
                 raise
@@ -296,9 +296,17 @@ def run_tool(main: Callable[[], Any]) -> int:
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("MMPREPROJ_TRACEBACK"):
             raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {_last_line(error)}", file=sys.stderr, flush=True)
         return 2
     return status if isinstance(status, int) else 0
+
+
+def _last_line(error: Exception) -> str:
+    """What an error says; of one that a DataLoader's worker passed on, without its traceback."""
+    said = str(error)
+    if not re.match(r"Caught \w+ in DataLoader worker", said):
+        return said
+    return re.sub(r"^[\w.]+: ", "", said.strip().splitlines()[-1])
 
 
 def quieten() -> None:

@@ -87,6 +87,7 @@ class ImageClassifier(TrainedModule):
         if weights is not None and pretrained:
             raise ValueError(f"give pretrained: true or weights: {weights}, not both")
         build.check_name(model)
+        model = build.with_whole_path(model)
         # Plain types only: the checkpoint must load with torch.load(weights_only=True).
         plain = {
             "model": model,
@@ -116,6 +117,7 @@ class ImageClassifier(TrainedModule):
     def configure_model(self) -> None:
         """Build the model, once, for the classes of the data; tell the data the model's input."""
         data = self._data()
+        self.check_data(data)
         classes = self.classes_of(data)
         if self.model is None:
             self._build(self._resolve_num_classes(classes))
@@ -136,6 +138,12 @@ class ImageClassifier(TrainedModule):
             used = getattr(data, "resolved_data_config", None)
             build.check_image_size(self.model, used)
             self.data_config = build.listed(used or data.data_config)
+
+    def check_data(self, data: Any) -> None:
+        """Raises ValueError if the data module gives what another module trains on."""
+        if hasattr(data, "label_sets"):
+            name = type(data).__name__
+            raise ValueError(f"{name} goes with VideoClassifier, not with {type(self).__name__}")
 
     def classes_of(self, data: Any) -> list[str] | None:
         """Names of the model's outputs, as the data have them; None without data."""

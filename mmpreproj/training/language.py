@@ -7,13 +7,11 @@ the scored positions alone (mmpreproj.evaluation).
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torchmetrics import SumMetric
 
 import mmpreproj
 from mmpreproj.backbones.checkpointing import set_checkpointing, train_blocks
@@ -22,11 +20,13 @@ from mmpreproj.backbones.text import load_language_model, new_language_model
 from mmpreproj.data.text.portable import from_text, to_text
 from mmpreproj.data.text.tokenizers import check_tokenizer
 from mmpreproj.evaluation.continuation import continue_text
-from mmpreproj.evaluation.suite import EvaluationConfig, check_sources, run_suite, task_line
+from mmpreproj.evaluation.suite import EvaluationConfig, read_suite, run_suite
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.saving import fingerprint
+from mmpreproj.training.language_metrics import language_headline, language_metrics
 from mmpreproj.training.lm_loss import lm_loss
 from mmpreproj.training.lora import LoraConfig, as_lora, attach_lora
+from mmpreproj.training.metrics import counter
 from mmpreproj.training.module import TrainedModule
 from mmpreproj.training.recipe import OptimizerConfig, ScheduleConfig, as_config
 
@@ -116,7 +116,6 @@ class LanguageModel(TrainedModule):
             raise ValueError(
                 f"ema_decay={ema_decay} must be between 0 and 1, without freeze_base, or null"
             )
-        check_sources(self.evaluations)
         # Plain types only: the checkpoint must load with torch.load(weights_only=True).
         plain = {
             "model": model,
@@ -140,11 +139,15 @@ class LanguageModel(TrainedModule):
         self.strict_loading = not freeze_base  # a probe's checkpoint leaves the base out
         self.tokenizer: Any = None
         self.base_fingerprint: str | None = None
-        self.sums = nn.ModuleDict(
-            {name: SumMetric(nan_strategy="disable") for name in ("nll", "n")}
-        )
+        self.held: dict[str, Any] | None = None  # items and texts of the evaluations
+        self.sums = nn.ModuleDict({name: counter() for name in ("nll", "n")})
 
     # ---- building -------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Read what is to be evaluated: a fault in a file shows before training."""
+        if stage in ("fit", "test") and self.held is None:
+            self.held = read_suite(self.evaluations)
 
     def configure_model(self) -> None:
         """Build the model, once, and agree with the data on the tokenizer."""
@@ -198,14 +201,29 @@ class LanguageModel(TrainedModule):
                     f"{len(own):,}; leave --data.tokenizer out to use the model's"
                 )
         check_tokenizer(data.tokenizer, self.model.get_input_embeddings().weight.shape[0])
+        room = getattr(self.model.config, "max_position_embeddings", None)
+        if room is not None and data.block_size > room:
+            raise ValueError(
+                f"blocks of {data.block_size} tokens do not fit the model's {room} positions; set "
+                f"--data.block_size {room} or less"
+            )
+        if self.evaluations and not data.has_split("test"):
+            raise ValueError(
+                f"evaluations ({', '.join(self.evaluations)}) run with the test, but there is no "
+                "test part; give --data.test, or a test_fraction above 0"
+            )
+        data.setup()  # now that the tokenizer is known: a fault in any part shows before training
 
     def _check_base(self, found: str) -> None:
-        if self.base_fingerprint is not None and self.base_fingerprint != found:
+        self._same_base(self.base_fingerprint, found)
+        self.base_fingerprint = found
+
+    def _same_base(self, then: str | None, now: str | None) -> None:
+        if then is not None and now is not None and then != now:
             raise ValueError(
                 f"the checkpoint was trained on other weights than {self.hparams.model} has now: "
-                f"fingerprint {self.base_fingerprint[:19]}… then, {found[:19]}… now"
+                f"fingerprint {then[:19]}… then, {now[:19]}… now"
             )
-        self.base_fingerprint = found
 
     def set_frozen_modes(self) -> None:
         self.model.eval()
@@ -272,6 +290,7 @@ class LanguageModel(TrainedModule):
                     self.tokenizer,
                     self.evaluations,
                     progress=self.trainer.progress_bar_callback is not None,
+                    held=self.held,
                 )
 
     def _finish(self, stage: str) -> dict[str, Any]:
@@ -324,8 +343,7 @@ class LanguageModel(TrainedModule):
 
     def load_facts(self, facts: dict[str, Any]) -> None:
         saved = facts.get("base_fingerprint")
-        if saved and self.base_fingerprint:
-            self._check_base(saved)
+        self._same_base(saved, self.base_fingerprint)
         self.base_fingerprint = saved or self.base_fingerprint
         if self.tokenizer is None and facts.get("tokenizer"):
             self.tokenizer = from_text(facts["tokenizer"])
@@ -349,31 +367,10 @@ class LanguageModel(TrainedModule):
         }
 
     def metrics(self, result: dict[str, Any] | None) -> dict[str, Any] | None:
-        """{"loss": …, "perplexity": {"token": …, "word": …, "byte": …}, "tasks": …}."""
-        if not result or not result.get("n"):
-            return None
-        n, loss = int(result["n"]), result["loss"]
-        nll = result.get("nll", loss * n)
-        counts = {"token": n, "word": result.get("words"), "byte": result.get("bytes")}
-        return {
-            "loss": {"value": loss if math.isfinite(loss) else None, "n": n},
-            "perplexity": {
-                unit: None if not count else {"value": _exp(nll / count), "n": int(count)}
-                for unit, count in counts.items()
-            },
-            "tasks": result.get("tasks") or {},
-        }
+        return language_metrics(result)
 
     def headline(self, metrics: dict[str, Any]) -> list[list[str]]:
-        figures = metrics.get("perplexity") or {}
-        rows = [
-            [f"test perplexity per {unit}", f"{f['value']:,.3f}  n = {f['n']:,} {unit}s"]
-            for unit, f in figures.items()
-            if f and f["value"] is not None
-        ]
-        for name, result in (metrics.get("tasks") or {}).items():
-            rows.append([name, task_line(result)])
-        return rows
+        return language_headline(metrics)
 
     def examples_float(self) -> Tensor | None:
         return self.examples  # token ids
@@ -383,19 +380,16 @@ class LanguageModel(TrainedModule):
         if reported is None or folder is None:
             return
         model = reported.evaluated
-        if self.hparams.preproj is not None:
+        if self.hparams.preproj is not None and self.hparams.freeze_base:
             print(f"the new parameters: {mmpreproj.save(model, folder / ADAPTER)}", flush=True)
         elif self.hparams.lora is not None:
+            print(f"the new parameters: {folder / ADAPTER}", flush=True)
             model.save_pretrained(str(folder / ADAPTER), save_embedding_layers=False)
         if self.hparams.prompts:
             texts = [
-                continue_text(model, self.tokenizer, prompt, self.hparams.prompt_tokens, SEED)
-                for prompt in self.hparams.prompts
+                continue_text(model, self.tokenizer, prompt, self.hparams.prompt_tokens, SEED + i)
+                for i, prompt in enumerate(self.hparams.prompts)
             ]
             text = "\n\n".join(texts) + "\n"
             (folder / "sample.txt").write_text(text, encoding="utf-8")
             print(f"\nsample:\n{text}", flush=True)
-
-
-def _exp(value: float) -> float | None:
-    return math.exp(value) if value < 700 else None

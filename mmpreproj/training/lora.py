@@ -117,12 +117,24 @@ def attach_lora(model: nn.Module, config: LoraConfig) -> nn.Module:
         assert config.equal_to is not None
         wanted = count_new(model, config.equal_to)
         rank = solve_rank(_target_shapes(model, config).values(), wanted)
+    _check_targets(config, _target_shapes(model, config))
     narrow = {
         name: min(shape)
         for name, shape in _target_shapes(model, config).items()
         if min(shape) < rank
     }
     return peft.get_peft_model(model, _peft_config(config, rank, narrow))
+
+
+def _check_targets(config: LoraConfig, found: Mapping[str, tuple[int, int]]) -> None:
+    """Raises ValueError if a name matches no layer: another one that does must not hide it."""
+    for target in [config.targets] if isinstance(config.targets, str) else config.targets:
+        if target != "all-linear" and not any(f".{n}".endswith(f".{target}") for n in found):
+            known = sorted({name.rpartition(".")[2] for name in found})
+            raise ValueError(
+                f"lora.targets names {target!r}, which is the end of no linear layer's name; of "
+                f"those adapted: {', '.join(known)}"
+            )
 
 
 def _peft_config(config: LoraConfig, rank: int, narrow: dict[str, int]) -> Any:
@@ -134,10 +146,14 @@ def _peft_config(config: LoraConfig, rank: int, narrow: dict[str, int]) -> Any:
         r=rank,
         lora_alpha=config.scale * rank,
         lora_dropout=config.dropout,
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        target_modules=targets if targets == "all-linear" else _listed(targets),
         rank_pattern=narrow,
         alpha_pattern={name: config.scale * r for name, r in narrow.items()},
     )
+
+
+def _listed(targets: list[str] | str) -> list[str]:
+    return [targets] if isinstance(targets, str) else list(targets)
 
 
 def _target_shapes(model: nn.Module, config: LoraConfig) -> dict[str, tuple[int, int]]:

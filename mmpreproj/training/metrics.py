@@ -19,6 +19,16 @@ from mmpreproj.analysis.records import proportion
 from mmpreproj.data.targets import decode
 
 
+def exact() -> torch.dtype:
+    """The dtype of sums: not the model's, in which n would stop at 256 (bfloat16)."""
+    return torch.float32 if torch.backends.mps.is_available() else torch.float64
+
+
+def counter() -> SumMetric:
+    """A sum over all processes; a NaN in it comes out as NaN."""
+    return SumMetric(nan_strategy="disable").set_dtype(exact())
+
+
 class EvaluationMetrics(nn.Module):
     """The metrics of one split. Under several processes every figure is over all of them.
 
@@ -37,10 +47,8 @@ class EvaluationMetrics(nn.Module):
         self.top5 = accuracy(5) if num_classes > 5 else None
         # "disable": a loss that is NaN must come out as NaN, not be dropped from the mean. (It also
         # makes torchmetrics 1.9 ignore weights, so the losses go in image by image.)
-        self.loss = MeanMetric(nan_strategy="disable")
-        self.n = SumMetric(nan_strategy="disable")
-        self.correct = SumMetric(nan_strategy="disable")
-        self.n_loss = SumMetric(nan_strategy="disable")
+        self.loss = MeanMetric(nan_strategy="disable").set_dtype(exact())
+        self.n, self.correct, self.n_loss = counter(), counter(), counter()
         self.classes = (
             MulticlassStatScores(num_classes, average=None, validate_args=False)
             if per_class

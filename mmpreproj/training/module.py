@@ -10,13 +10,14 @@ import math
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
-from torchmetrics import SumMetric
 
 from mmpreproj.training import build
+from mmpreproj.training.metrics import counter, exact
 from mmpreproj.training.recipe import make_optimizer, make_schedule
 
 SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
@@ -47,8 +48,8 @@ class TrainedModule(LightningModule):
         self.test_result: dict[str, Any] | None = None
         self.examples: Tensor | None = None  # inputs kept for the skip's strength on activations
         self.loaded: dict[str, Any] = {}
-        self.train_loss = SumMetric(nan_strategy="disable")  # times n, so that n weighs it
-        self.train_n = SumMetric(nan_strategy="disable")
+        self.train_loss = counter()  # times n, so that n weighs it
+        self.train_n = counter()
         self._loss_sum: Tensor | None = None
         self._loss_n = 0
         self._val_result: dict[str, Any] | None = None
@@ -172,7 +173,7 @@ class TrainedModule(LightningModule):
     def count_loss(self, loss: Tensor, n: int, batch_idx: int) -> None:
         """Add a batch's mean loss over n items to the epoch's; show it now and then."""
         # Sums stay on the device: reading a number every step would make the host wait for it.
-        seen = loss.detach() * n
+        seen = loss.detach().to(exact()) * n
         self._loss_sum = seen if self._loss_sum is None else self._loss_sum + seen
         self._loss_n += n
         if batch_idx % max(1, self.trainer.log_every_n_steps) == 0:
@@ -228,6 +229,9 @@ class TrainedModule(LightningModule):
             "model": {"class_path": f"{type(self).__module__}.{type(self).__qualname__}"},
             "data_config": self.data_config,
             "history": self.history,
+            # of an epoch that is under way
+            "loss_sum": None if self._loss_sum is None else float(self._loss_sum),
+            "loss_n": self._loss_n,
             **self.saved_facts(),
             **self.run_info,
         }
@@ -237,6 +241,9 @@ class TrainedModule(LightningModule):
         self.load_facts(own)
         self.data_config = own.get("data_config") or self.data_config
         self.history = [dict(row) for row in own.get("history") or []]
+        if own.get("loss_sum") is not None:
+            self._loss_sum = torch.tensor(own["loss_sum"], dtype=exact(), device=self.device)
+            self._loss_n = own["loss_n"]
 
     def summary(self) -> str:
         """One line about the model, for the start of a run."""
@@ -244,7 +251,7 @@ class TrainedModule(LightningModule):
         parts = [f"{counts['total']:,} parameters", f"{counts['new']:,} new"]
         if counts["trainable"] != counts["total"]:
             parts.append(f"{counts['trainable']:,} trained")
-        return f"{self.hparams.model}: {', '.join(parts)}"
+        return f"{self.facts()['model']}: {', '.join(parts)}"
 
     def on_train_start(self) -> None:
         rank_zero_info(self.summary())

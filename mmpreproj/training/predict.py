@@ -106,7 +106,7 @@ def predict_main(args: Sequence[str] | None = None) -> int:
         "--out", default="predictions.png", metavar="PNG", help="where to draw (predictions.png)"
     )
     text = parser.add_argument_group("prompts")
-    text.add_argument("--adapter", help="folder that mmpreproj.save wrote, for a model by name")
+    text.add_argument("--adapter", help="folder of mmpreproj.save or of PEFT, for a model by name")
     text.add_argument("--tokens", type=int, default=60, metavar="N", help="new tokens (60)")
     text.add_argument("--seed", type=int, help="sample with this seed (greedy without)")
     text.add_argument("--temperature", type=float, default=1.0, help="of sampling (1.0)")
@@ -143,7 +143,14 @@ def _is_run(path: str) -> bool:
 def _continue_with_model(known: argparse.Namespace) -> int:
     from mmpreproj.backbones.text import load_language_model
 
-    loaded = load_language_model(known.run, preproj=known.adapter)
+    adapter = known.adapter
+    if adapter is not None and (Path(adapter) / "adapter_config.json").is_file():  # PEFT's
+        from peft import PeftModel
+
+        loaded = load_language_model(known.run)
+        model = PeftModel.from_pretrained(loaded.model, adapter)
+        return _continue(model.eval(), loaded.tokenizer, known)
+    loaded = load_language_model(known.run, preproj=adapter)
     return _continue(loaded.model, loaded.tokenizer, known)
 
 

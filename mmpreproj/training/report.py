@@ -45,6 +45,7 @@ def finish_run(
         "processes": trainer.world_size,
     }
     history, updates = module.history, trainer.global_step
+    test = test and (not hasattr(data, "has_split") or data.has_split("test"))
     if test:
         trainer.test(module, data, ckpt_path=chosen["file"], weights_only=True, verbose=False)
         module.history = history
@@ -117,6 +118,8 @@ def _choose(trainer: Trainer, module: TrainedModule, best: BestCheckpoint) -> di
             "file": best.best_model_path,
         }
     why = "there is no validation part, so the last epoch is the best known"
+    if sum(trainer.num_val_batches):
+        why = "the run ended before its first validation: what it ended with is reported"
     last = [c.best_model_path for c in trainer.checkpoint_callbacks if c is not best]
     return facts | {
         "which": "last",

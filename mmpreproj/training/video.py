@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import SumMetric
 
 from mmpreproj.analysis.records import proportion
 from mmpreproj.training.image import ImageClassifier
-from mmpreproj.training.metrics import EvaluationMetrics, class_rows, metrics_of, percent
+from mmpreproj.training.metrics import (
+    EvaluationMetrics,
+    class_rows,
+    counter,
+    metrics_of,
+    percent,
+)
 
 EXAMPLES = 8  # clips kept for the skip's strength on activations
 CONTROLS = ("reversed", "shuffled", "still")
@@ -50,6 +55,14 @@ class VideoClassifier(ImageClassifier):
 
     # ---- label sets -----------------------------------------------------------------------------
 
+    def check_data(self, data: Any) -> None:
+        """Raises ValueError if the data module gives what another module trains on."""
+        if data is not None and not hasattr(data, "label_sets"):
+            raise ValueError(
+                f"VideoClassifier takes a VideoDataModule, found {type(data).__name__}; for "
+                "pictures use ImageClassifier"
+            )
+
     def classes_of(self, data: Any) -> list[str] | None:
         if data is None or not hasattr(data, "label_sets"):
             return None
@@ -80,7 +93,7 @@ class VideoClassifier(ImageClassifier):
 
         self.val_metrics, self.test_metrics = metrics(False), metrics(True)
         self.control_metrics = nn.ModuleDict({c: metrics(False) for c in self.hparams.controls})
-        self.opposite = SumMetric(nan_strategy="disable")  # reversed clips seen the other way round
+        self.opposite = counter()  # reversed clips seen the other way round
 
     # ---- steps ----------------------------------------------------------------------------------
 
@@ -120,10 +133,19 @@ class VideoClassifier(ImageClassifier):
         scores = self.log_probabilities(clips)
         self._count(scores, targets, self.test_metrics)
         for name, metrics in self.control_metrics.items():
-            found = self.log_probabilities(retimed(clips, name, batch_idx))
+            found = self.log_probabilities(retimed(clips, name, self._places(len(clips))))
             self._count(found, targets, metrics)
             if name == "reversed":
                 self._count_opposite(scores, found, targets)
+        self._tested += len(targets)
+
+    def on_test_epoch_start(self) -> None:
+        self._tested = 0
+
+    def _places(self, n: int) -> list[int]:
+        """Places in the test part of the batch's n videos, whatever the batches and processes."""
+        world, rank = self.trainer.world_size, self.trainer.global_rank
+        return [rank + world * (self._tested + i) for i in range(n)]
 
     def _count(self, scores: list[Tensor], targets: Tensor, metrics: nn.ModuleDict) -> None:
         for part, target, metric in zip(scores, targets.T, metrics.values(), strict=True):
@@ -218,6 +240,10 @@ class VideoClassifier(ImageClassifier):
 
     def headline(self, metrics: dict[str, Any]) -> list[list[str]]:
         rows = [[f"test top-1{label}", percent(f)] for label, f in _accuracies(metrics)]
+        first = _accuracies(metrics)[0][1]
+        if first and metrics["loss"]["n"] < first["n"]:
+            unreadable = first["n"] - metrics["loss"]["n"]
+            rows.append(["  of them unreadable, so wrong", f"{unreadable:,}"])
         for name, control in (metrics.get("controls") or {}).items():
             rows += [[f"frames {name}{label}", percent(f)] for label, f in _accuracies(control)]
             if "opposite" in control:
@@ -245,16 +271,20 @@ def output_names(label_sets: Mapping[str, list[str]]) -> list[str]:
     return [f"{name}: {c}" for name, classes in label_sets.items() for c in classes]
 
 
-def retimed(clips: Tensor, how: str, seed: int = 0) -> Tensor:
-    """Clips with their frames in another order: see CONTROLS. Shape: [B, V, C, T, H, W], kept."""
+def retimed(clips: Tensor, how: str, seeds: Sequence[int]) -> Tensor:
+    """Clips with their frames in another order: see CONTROLS. Shape: [B, V, C, T, H, W], kept.
+
+    Args:
+        seeds: of each video's order, where they are shuffled.
+    """
     frames = clips.shape[3]
     if how == "reversed":
         return clips.flip(3)
     if how == "still":
         return clips[:, :, :, frames // 2 : frames // 2 + 1].expand_as(clips)
     assert how == "shuffled", how
-    generator = torch.Generator().manual_seed(seed)
-    orders = [torch.randperm(frames, generator=generator) for _ in range(len(clips))]
+    draws = [torch.Generator().manual_seed(seed) for seed in seeds]
+    orders = [torch.randperm(frames, generator=draw) for draw in draws]
     return torch.stack(
         [
             clip.index_select(2, order.to(clip.device))

@@ -66,9 +66,8 @@ class VideoFile:
         try:
             # an absolute path: FFmpeg would take "a:b.mp4" for a protocol
             container = av.open(os.path.abspath(self.path))
-        except MemoryError:
-            raise  # says something about this machine, not about the file
         except Exception as error:  # on damaged files PyAV raises IndexError and others, too
+            _refuse_out_of_memory(error)
             raise UnreadableVideo(
                 f"cannot read video {self.path!r}: not a video file, or its start or index is "
                 f"missing ({reason(error)})"
@@ -107,9 +106,8 @@ class VideoFile:
                     if not packet.is_discard:
                         self.times.append(time)
                 pts.append(time)
-        except MemoryError:
-            raise
         except Exception as error:
+            _refuse_out_of_memory(error)
             raise UnreadableVideo(
                 f"cannot read video {self.path!r}: damaged, reading stops after packet {len(pts)} "
                 f"({reason(error)})"
@@ -179,9 +177,8 @@ class VideoFile:
                         if last in wanted:
                             frames[last] = frame
                 context.flush_buffers()
-        except MemoryError:
-            raise
         except Exception as error:
+            _refuse_out_of_memory(error)
             raise _Unlike from error
         if len(frames) < len(wanted):
             raise _Unlike
@@ -216,9 +213,8 @@ class VideoFile:
                 for frame in container.decode(stream):
                     yield frame
                     n += 1
-            except MemoryError:
-                raise
             except Exception as error:
+                _refuse_out_of_memory(error)
                 raise UnreadableVideo(
                     f"cannot read video {self.path!r}: damaged after frame {n} of "
                     f"{self.n_frames or 'an unknown number'} ({reason(error)})"
@@ -318,6 +314,13 @@ def check_file(path: str) -> None:
     # a file that is called .mp4 to other files, or addresses.
     if all(byte in TEXT for byte in head) or any(mark in head for mark in PLAYLISTS):
         raise UnreadableVideo(f"cannot read video {path!r}: it is not a video file, but text")
+
+
+def _refuse_out_of_memory(error: Exception) -> None:
+    """Raise a MemoryError again: it says something about this machine, not about the file. FFmpeg's
+    own does not; it stands for an absurd size in a damaged header."""
+    if isinstance(error, MemoryError) and not isinstance(error, import_av().error.FFmpegError):
+        raise error
 
 
 def reason(error: Exception) -> str:

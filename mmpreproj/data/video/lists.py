@@ -212,17 +212,26 @@ def _rows(file: Path) -> list[Row]:
         raise ValueError(f"the video list {str(file)!r} is empty")
     for delimiter in "\t,;":
         if delimiter in lines[0][1]:
-            rows = _delimited(text, delimiter)
+            rows = _delimited(file, text, delimiter)
             if _is_header(rows[0][1]) or _looks_like_path(rows[0][1][0]):
                 return rows
     first = lines[0][0]
     return [(number, _spaced(file, number, line, number == first)) for number, line in lines]
 
 
-def _delimited(text: str, delimiter: str) -> list[Row]:
+def _delimited(file: Path, text: str, delimiter: str) -> list[Row]:
     reader = csv.reader(io.StringIO(text), delimiter=delimiter, skipinitialspace=True)
-    rows = [(reader.line_num, [field.strip() for field in fields]) for fields in reader]
-    return [(number, fields) for number, fields in rows if any(fields)]
+    rows, before = [], 0
+    for fields in reader:
+        if reader.line_num > before + 1:  # a stray quote would swallow the lines up to the next one
+            raise ValueError(
+                f"{file}, line {before + 1}: a quote that opens there closes on line "
+                f"{reader.line_num}; close it on its line, or leave it out"
+            )
+        before = reader.line_num
+        if any(field.strip() for field in fields):
+            rows.append((before, [field.strip() for field in fields]))
+    return rows
 
 
 def _spaced(file: Path, number: int, line: str, is_first: bool) -> list[str]:
@@ -332,13 +341,13 @@ def _kinetics(
     for number, fields in rows:
         name = fields[columns["youtube_id"]]
         try:
-            start, end = (float(fields[columns[c]]) for c in ("time_start", "time_end"))
-        except ValueError:
+            start, end = (int(float(fields[columns[c]])) for c in ("time_start", "time_end"))
+        except (ValueError, OverflowError):  # no number, NaN, infinity
             raise ValueError(
                 f"{file}, line {number}: time_start and time_end are seconds, got "
                 f"{fields[columns['time_start']]!r} and {fields[columns['time_end']]!r}"
             ) from None
-        stem = f"{name}_{int(start):06d}_{int(end):06d}"
+        stem = f"{name}_{start:06d}_{end:06d}"
         paths.append(there.get(stem) or os.path.join(folder, f"{stem}.mp4"))
     return VideoList.of_labels(str(file), paths, values)
 

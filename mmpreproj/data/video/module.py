@@ -184,7 +184,7 @@ class VideoDataModule(LabelledDataModule):
                 )
                 self._parts["val"] = (train, held, targets)
             self._parts["train"] = (train, kept, targets)
-        if stage in (None, "fit", "test") and "test" not in self._parts:
+        if stage in (None, "fit", "test") and "test" not in self._parts and self._has_test(stage):
             test = self.open("test")
             self._parts["test"] = (
                 test,
@@ -195,6 +195,21 @@ class VideoDataModule(LabelledDataModule):
         if self.parts["val"] is None:
             lists.pop("val", None)  # held out of train
         refuse_shared(lists)
+
+    def has_split(self, split: str) -> bool:
+        return bool(self.split_size(split))
+
+    def _has_test(self, stage: str | None) -> bool:
+        """Whether there is a part to report. Training goes on without one that nobody named."""
+        root = Path(self.root).expanduser()
+        if stage == "test" or self.parts["test"] is not None or not root.is_dir():
+            return True
+        try:
+            part_source(root, self.parts, "test")
+        except FileNotFoundError as error:
+            warnings.warn(f"nothing will be reported: {error}", stacklevel=3)
+            return False
+        return True
 
     def open(self, split: str) -> VideoList:
         """The list of a part, without what is missing where that is tolerated.
@@ -307,6 +322,7 @@ class VideoDataModule(LabelledDataModule):
             "decoder": self.decoder,
             "missing": self.missing,
             "n_missing": dict(self.n_missing),
+            # of this process; the figures of a test count those of all: n less n of the loss
             "n_unreadable": {split: len(names) for split, names in bad.items()},
             "unreadable": {split: names[:20] for split, names in bad.items()},
         }

@@ -42,15 +42,14 @@ def part_source(root: Path, parts: dict[str, str | None], split: str) -> Path:
     used = [find_part(root, n) for n in (parts["train"], parts["val"]) if n is not None]
     found = {name: find_part(root, name) for name in TEST_NAMES}
     found = {k: path for k, path in found.items() if path is not None and path not in used}
-    if len(found) != 1:
-        what = (
-            f"several could be it: {sorted(found)}"
-            if found
-            else f"none of {list(TEST_NAMES)} is there"
+    which = f"which list or folder of {str(root)!r} is the test part?"
+    if not found:
+        raise FileNotFoundError(
+            f"{which} none of {list(TEST_NAMES)} is there; say it with test (--data.test)"
         )
+    if len(found) > 1:
         raise ValueError(
-            f"which list or folder of {str(root)!r} is the test part? {what}; say it with test "
-            "(--data.test)"
+            f"{which} several could be it: {sorted(found)}; say it with test (--data.test)"
         )
     return next(iter(found.values()))
 
@@ -73,8 +72,15 @@ def adopt(
     for k, (name, known) in enumerate(label_sets.items()):
         own, ids = videos.label_sets[name], videos.targets[:, k]
         index = {label: i for i, label in enumerate(known)}
-        if numbers_count and all(label.isdigit() for label in own):
-            index |= {str(i): i for i in range(len(known)) if str(i) not in index}
+        named = not any(label.isdigit() for label in known)  # else numbers are names
+        if numbers_count and named and all(label.isdigit() for label in own):
+            index |= {str(i): i for i in range(len(known))}
+            first = ", ".join(f"{i} = {label}" for i, label in enumerate(known[:4]))
+            warnings.warn(
+                f"{videos.origin}: numbers are taken for the model's classes in order: {first}"
+                f"{', …' if len(known) > 4 else ''}",
+                stacklevel=3,
+            )
         present = [own[i] for i in np.unique(ids).tolist()]
         unknown = [label for label in present if label not in index]
         if unknown:
