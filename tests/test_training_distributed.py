@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from clip_files import video_folder
 
 ROOT = Path(__file__).parent.parent
 CONFIG = """
@@ -65,3 +66,38 @@ def test_two_processes_share_one_run_and_count_every_image_once(tmp_path):
     assert record["data"]["n_val"] % 2 == 1  # an odd part, that two processes cannot share evenly
     assert record["n"]["train"] == 2 * 3 * 64
     assert record["training"]["processes"] == 2
+
+
+VIDEO = """
+seed_everything: 0
+model:
+  class_path: mmpreproj.training.VideoClassifier
+  init_args:
+    model_args: {img_size: 32, num_frames: 4, embed_dim: 32, depth: 1, num_heads: 2}
+    controls: [shuffled]
+data:
+  class_path: mmpreproj.data.VideoDataModule
+  init_args: {root: videos, batch_size: 1, num_workers: 0, stride: 2}
+trainer: {max_epochs: 1, accelerator: cpu, devices: 2, strategy: ddp}
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="gloo on this platform is not tested")
+def test_two_processes_count_every_video_once_and_name_all_bad_ones(tmp_path):
+    video_folder(tmp_path / "videos")
+    for name in ("a", "b", "c"):  # 7 videos, 3 of them unreadable, on two processes
+        (tmp_path / "videos" / "val" / "jump" / f"zz{name}.mp4").touch()
+    (tmp_path / "tiny.yaml").write_text(VIDEO)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for name in ("PL_GLOBAL_SEED", "MASTER_PORT", "LOCAL_RANK"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "train.py"), "tiny.yaml"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    record = json.loads(next(tmp_path.glob("runs/tiny/*/record.json")).read_text())
+    assert record["test"]["top1"]["n"] == 7 and record["test"]["loss"]["n"] == 4
+    assert record["test"]["controls"]["shuffled"]["top1"]["n"] == 7
+    assert record["data"]["n_unreadable"]["test"] == 3
+    assert len(record["data"]["unreadable"]["test"]) == 3

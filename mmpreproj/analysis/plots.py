@@ -267,7 +267,7 @@ def clip_predictions(
             picture.imshow(clip[frame], interpolation="nearest" if clip.shape[1] <= 64 else None)
             picture.set_axis_off()
             above = f"{_short(name, 22)}\n" if column == 0 else "\n"
-            picture.set_title(f"{above}frame {frame + 1}", fontsize=8, loc="left")
+            picture.set_title(f"{above}{frame + 1} of {len(clip)}", fontsize=8, loc="left")
         for panel, (label, classes) in enumerate(labels.items()):
             bars = figure.add_subplot(grid[line, drawn + panel])
             _bars(bars, classes)

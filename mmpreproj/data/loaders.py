@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from mmpreproj.data.bad_files import FileDataset
 from mmpreproj.data.sampling import EpochSampler, run_seed
 
 try:
@@ -109,6 +110,16 @@ class LabelledDataModule(LightningDataModule):
             persistent_workers=self.num_workers > 0,
             **keywords,
         )
+
+    def gather_bad_files(self) -> None:
+        """Make every process know the files that any of them found unreadable; call it on all."""
+        if self.trainer is None or self.trainer.world_size < 2:
+            return
+        strategy = self.trainer.strategy
+        for dataset in self.datasets.values():
+            if isinstance(dataset, FileDataset):
+                flags = dataset.bad.to(strategy.root_device, torch.int32)
+                dataset.bad.copy_(strategy.reduce(flags, reduce_op="max"))
 
     def _world(self) -> tuple[int, int]:
         """Number of processes, and which one this is."""

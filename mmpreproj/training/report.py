@@ -49,6 +49,8 @@ def finish_run(
     if test:
         trainer.test(module, data, ckpt_path=chosen["file"], weights_only=True, verbose=False)
         module.history = history
+    if hasattr(data, "gather_bad_files"):
+        data.gather_bad_files()
     if not trainer.is_global_zero:
         return
     reported = _reported(chosen["file"], module, test)

@@ -322,7 +322,6 @@ class VideoDataModule(LabelledDataModule):
             "decoder": self.decoder,
             "missing": self.missing,
             "n_missing": dict(self.n_missing),
-            # of this process; the figures of a test count those of all: n less n of the loss
             "n_unreadable": {split: len(names) for split, names in bad.items()},
             "unreadable": {split: names[:20] for split, names in bad.items()},
         }
