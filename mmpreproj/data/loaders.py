@@ -63,7 +63,7 @@ class LabelledDataModule(LightningDataModule):
         raise NotImplementedError
 
     def split_size(self, split: str) -> int | None:
-        """Items of a split; None while unknown (before setup)."""
+        """Items of a split; None while unknown (before setup, or a stream of unknown length)."""
         raise NotImplementedError
 
     def has_split(self, split: str) -> bool:

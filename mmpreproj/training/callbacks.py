@@ -318,7 +318,7 @@ class EpochLines(Callback):
         row = pl_module.history[-1]
         total = "" if (trainer.max_epochs or -1) < 0 else f"/{trainer.max_epochs}"
         parts = [f"epoch {row['epoch'] + 1}{total}"]
-        for name in ("train/loss", "val/loss", pl_module.monitor[0], "lr"):
-            if row.get(name) is not None and f"{name} " not in " ".join(parts):
+        for name in dict.fromkeys(("train/loss", "val/loss", pl_module.monitor[0], "lr")):
+            if row.get(name) is not None:
                 parts.append(f"{name} {row[name]:.4g}")
         print("  ".join(parts), flush=True)

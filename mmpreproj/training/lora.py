@@ -112,17 +112,13 @@ def attach_lora(model: nn.Module, config: LoraConfig) -> nn.Module:
         import peft
     except ImportError as error:
         raise ImportError("LoRA needs PEFT: pip install 'mmpreproj[text]'") from error
+    shapes = _target_shapes(model, config)
+    _check_targets(config, shapes)
     rank = config.rank
     if rank is None:
         assert config.equal_to is not None
-        wanted = count_new(model, config.equal_to)
-        rank = solve_rank(_target_shapes(model, config).values(), wanted)
-    _check_targets(config, _target_shapes(model, config))
-    narrow = {
-        name: min(shape)
-        for name, shape in _target_shapes(model, config).items()
-        if min(shape) < rank
-    }
+        rank = solve_rank(shapes.values(), count_new(model, config.equal_to))
+    narrow = {name: min(shape) for name, shape in shapes.items() if min(shape) < rank}
     return peft.get_peft_model(model, _peft_config(config, rank, narrow))
 
 

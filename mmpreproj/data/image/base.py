@@ -100,17 +100,6 @@ class ImageDataModule(LabelledDataModule):
 
     augment: AugmentConfig | None = None
 
-    def dataset(self, split: str, n_padding: int = 0) -> Dataset | None:
-        """The dataset of "train", "val" or "test", after setup; None where there is none.
-
-        n_padding: items marked PADDING to add to an evaluation split.
-        """
-        raise NotImplementedError
-
-    def split_size(self, split: str) -> int | None:
-        """Images of a split; None while unknown (before setup, or a stream of unknown length)."""
-        raise NotImplementedError
-
     # What the model and the tools ask for
 
     @property
