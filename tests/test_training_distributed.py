@@ -45,18 +45,23 @@ cli.main()
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="gloo on this platform is not tested")
-def test_two_processes_share_one_run_and_count_every_image_once(tmp_path):
-    (tmp_path / "tiny.yaml").write_text(CONFIG)
-    (tmp_path / "script.py").write_text(CHECK)
+def run(folder, script):
+    """Run a script on tiny.yaml in the folder; Lightning starts the second process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for name in ("PL_GLOBAL_SEED", "MASTER_PORT", "LOCAL_RANK"):
         environment.pop(name, None)
     done = subprocess.run(
-        [sys.executable, "script.py", "tiny.yaml"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
+        [sys.executable, str(script), "tiny.yaml"],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="gloo on this platform is not tested")
+def test_two_processes_share_one_run_and_count_every_image_once(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    (tmp_path / "script.py").write_text(CHECK)
+    run(tmp_path, "script.py")
     sums = {path.stem: path.read_text() for path in tmp_path.glob("rank*.sum")}
     assert set(sums) == {"rank0", "rank1"} and sums["rank0"] == sums["rank1"]
     (folder,) = (tmp_path / "runs" / "tiny").iterdir()
@@ -88,14 +93,7 @@ def test_two_processes_count_every_video_once_and_name_all_bad_ones(tmp_path):
     for name in ("a", "b", "c"):  # 7 videos, 3 of them unreadable, on two processes
         (tmp_path / "videos" / "val" / "jump" / f"zz{name}.mp4").touch()
     (tmp_path / "tiny.yaml").write_text(VIDEO)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for name in ("PL_GLOBAL_SEED", "MASTER_PORT", "LOCAL_RANK"):
-        environment.pop(name, None)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "train.py"), "tiny.yaml"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(tmp_path, ROOT / "tools" / "train.py")
     record = json.loads(next(tmp_path.glob("runs/tiny/*/record.json")).read_text())
     assert record["test"]["top1"]["n"] == 7 and record["test"]["loss"]["n"] == 4
     assert record["test"]["controls"]["shuffled"]["top1"]["n"] == 7
