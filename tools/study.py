@@ -9,12 +9,14 @@ resumed.
 """
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
 from mmpreproj.analysis.plots import arms_by_seed, frontier
 from mmpreproj.analysis.records import write_json
-from mmpreproj.analysis.study import Study, run_study, train_command
+from mmpreproj.analysis.running import run_study, train_command
+from mmpreproj.analysis.study import Study
 from mmpreproj.analysis.summary import markdown, summarise
 from mmpreproj.training.cli import run_tool
 
@@ -30,6 +32,8 @@ def main() -> int:
     options, arguments = parser.parse_known_args()
     if options.jobs < 1:
         parser.error(f"--jobs must be 1 or more, found {options.jobs}")
+    # The runs are processes of their own: end as Ctrl-C does, and take them along.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         study = Study.read(options.study)
         failed = []

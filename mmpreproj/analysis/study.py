@@ -25,7 +25,6 @@ definition changed is a new arm.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import hashlib
 import itertools
@@ -33,9 +32,7 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -284,85 +281,6 @@ def told(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in settings.items())
 
 
-def run_study(
-    study: Study,
-    train: Sequence[str],
-    root: Path,
-    arguments: Sequence[str] = (),
-    jobs: int = 1,
-    tell: Callable[[str], None] = print,
-) -> list[Run]:
-    """Train what is missing, each run in a process of its own; return the runs that failed.
-
-    Args:
-        train: the command that trains, such as [python, tools/train.py].
-        root: where run folders go.
-        arguments: settings that every run gets, behind its arm's.
-        jobs: runs at once; they share the processor cores.
-        tell: takes a line as each run starts and ends.
-    """
-    failed = []
-    choosing = study.choosing_runs(arguments)
-    if choosing:
-        failed = _run_all(f"{study.name}, choosing", choosing, study, train, root, jobs, tell)
-        for arm in study.arms:
-            chosen = study.chosen(arm, root, arguments)
-            missing = [run for run in choosing if run.arm == arm and run.record(root) is None]
-            if chosen is None and not missing:
-                tell(f"FAILED: {arm}: none of its candidates has {study.choice.by} in its record")
-                failed += [run for run in choosing if run.arm == arm]
-            if chosen:
-                tell(f"{arm}: {told(chosen)} was best on validation")
-    runs = study.runs(arguments, root)
-    return failed + _run_all(study.name, runs, study, train, root, jobs, tell)
-
-
-def _run_all(
-    title: str,
-    runs: Sequence[Run],
-    study: Study,
-    train: Sequence[str],
-    root: Path,
-    jobs: int,
-    tell: Callable[[str], None],
-) -> list[Run]:
-    missing = [run for run in runs if run.record(root) is None]
-    tell(f"{title}: {len(runs)} runs, {len(runs) - len(missing)} done, {len(missing)} to do")
-    threads = str(max(1, (os.cpu_count() or 1) // jobs))
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
-    label, figure = next(iter(study.figures.items()))
-
-    def one(run: Run) -> bool:
-        begun = [f for f in run.folders(root) if (f / "checkpoints" / "last.ckpt").is_file()]
-        if begun:
-            words = ["--resume", str(begun[-1])]
-        else:
-            words = [*run.arguments, "--seed_everything", str(run.seed)]
-            words += ["--run.root", str(root), "--run.name", run.place]
-        place = root / run.place
-        place.mkdir(parents=True, exist_ok=True)
-        log = place / f"seed{run.seed}.log"
-        tell(f"{'resumes' if begun else 'starts'}: {run.name} (log: {log})")
-        with log.open("ab") as file:
-            code = subprocess.run(
-                [*train, *words], stdout=file, stderr=subprocess.STDOUT, env=environment
-            ).returncode
-        record = run.record(root)
-        done = code == 0 and record is not None
-        value = figure.of(record)
-        tell(
-            f"ends: {run.name}, {label} "
-            f"{'not measured' if value is None else format(value, figure.form)}"
-            if done
-            else f"FAILED: {run.name} (exit {code}); see {log}"
-        )
-        return done
-
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        finished = list(pool.map(one, missing))
-    return [run for run, done in zip(missing, finished, strict=True) if not done]
-
-
 def value_at(record: Mapping[str, Any] | None, *path: str) -> Any:
     """A figure of a record, or None where a part of the path is missing."""
     found: Any = record
@@ -371,8 +289,3 @@ def value_at(record: Mapping[str, Any] | None, *path: str) -> Any:
             return None
         found = found.get(key)
     return found
-
-
-def train_command() -> list[str]:
-    """tools/train.py of the checkout that this package runs from."""
-    return [sys.executable, str(Path(__file__).parents[2] / "tools" / "train.py")]

@@ -27,7 +27,8 @@ class EvaluationConfig:
 
     Args:
         task: lambada, choices (HellaSwag, PIQA and the like) or perplexity (strided).
-        source: a file (JSON lines or parquet; plain text for perplexity) or "hf:NAME".
+        source: a file (JSON lines or parquet; plain text for perplexity) or
+            "hf:NAME:CONFIG:SPLIT".
         limit: the first so many items, or words of the text; None: all.
         window: perplexity: tokens read at once; None: all that the model can.
         stride: perplexity: tokens by which the window moves; None: half of it.

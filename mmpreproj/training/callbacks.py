@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import random
+import re
 import resource
 import sys
 import time
@@ -42,6 +43,7 @@ class RunFolder(Callback):
         self.config_text = config_text
         self.resume = resume
         self.folder: Path | None = None
+        self._held: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self.folder is not None:
@@ -54,6 +56,7 @@ class RunFolder(Callback):
             if isinstance(callback, RunCheckpoint):
                 callback.dirpath = str((self.folder / CHECKPOINTS).resolve())
         if trainer.is_global_zero:
+            self._hold()
             self._write_facts(str(trainer.strategy.root_device), trainer.world_size)
         if trainer.loggers:  # the user's own
             return
@@ -63,6 +66,30 @@ class RunFolder(Callback):
         except ModuleNotFoundError:
             pass  # an optional companion: the CSV holds the same figures
         trainer.loggers = loggers
+
+    def _hold(self) -> None:
+        """Raises: ValueError if another process trains in the folder."""
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return
+        assert self.folder is not None
+        self._held = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise ValueError(
+                f"another process is training in {self.folder}: stop it, or wait until it ends"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+
+    def release(self) -> None:
+        """Let other processes train in the folder; the end of this one does it too."""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     def _write_facts(self, device: str, processes: int) -> None:
         assert self.folder is not None
@@ -292,10 +319,18 @@ class Clock(Callback):
 
 def peak_memory() -> dict[str, int | None]:
     """Peak bytes of this process, and of its GPU where it has one."""
-    # ru_maxrss counts kibibytes on Linux and bytes on macOS.
-    unit = 1 if sys.platform == "darwin" else 1024
     gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-    return {"rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "gpu": gpu}
+    return {"rss": _peak_resident(), "gpu": gpu}
+
+
+def _peak_resident() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux: ru_maxrss starts at the peak of the process that started this one
+        kib = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
+        if kib:
+            return int(kib[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes
 
 
 class EpochLines(Callback):

@@ -169,7 +169,14 @@ class TrainCLI(LightningCLI):
             "data": spec["data"],
             "model": {"class_path": spec["model"]["class_path"]},
             "name": self.config.run.name or self.config_name,
+            "precision": str(self.trainer.precision),
         }
+        try:
+            return self._train()
+        finally:
+            self.folder.release()
+
+    def _train(self) -> Path:
         last = None if self.resume is None else str(checkpoint_path(self.resume, "last"))
         try:
             self.trainer.fit(self.model, self.datamodule, ckpt_path=last, weights_only=True)

@@ -1,6 +1,7 @@
 """`tools/evaluate.py`: final figures of a trained model on a test part.
 
 evaluate.py RUN_OR_CHECKPOINT [--which best|last] [--data.root FOLDER] [--data.KEY VALUE …]
+evaluate.py RUN_OR_CHECKPOINT --evaluations YAML     other tasks for a language model
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import yaml
 from lightning.pytorch import Trainer
 
 from mmpreproj.analysis.records import write_json
@@ -42,9 +45,18 @@ def split_overrides(words: Sequence[str]) -> dict[str, str]:
 
 
 def evaluate(
-    path: str, which: str = "best", overrides: dict[str, Any] | None = None, **trainer_args: Any
+    path: str,
+    which: str = "best",
+    overrides: dict[str, Any] | None = None,
+    evaluations: Mapping[str, Any] | None = None,
+    **trainer_args: Any,
 ) -> tuple[dict[str, Any], list[list[str]], Path]:
     """Test a run's weights on the reported split.
+
+    Args:
+        path, which, overrides: see `load_run`.
+        evaluations: of a language model, in place of its config's: see EvaluationConfig.
+        trainer_args: for Lightning's Trainer; without a precision among them, it is the run's.
 
     Returns: (what came out, the rows [label, figure] that sum it up, folder for results).
 
@@ -54,8 +66,12 @@ def evaluate(
     module, data = load_run(path, which, overrides)  # type: ignore[arg-type]
     if data is None:
         raise ValueError(f"{path} does not say which data it was trained with")
+    if evaluations is not None:
+        module.replace_evaluations(evaluations)
     # One process: evaluation is then exact with any data module.
     arguments = {"accelerator": "auto", "devices": 1, **trainer_args}
+    if arguments.get("precision") is None:
+        arguments["precision"] = _precision(module.loaded["precision"])
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = Trainer(**arguments, **quiet)
     started = time.perf_counter()
@@ -76,6 +92,27 @@ def evaluate(
     return record, rows, find_checkpoint(path, which)[1]  # type: ignore[arg-type]
 
 
+def _precision(of_run: str | None) -> str | None:
+    """The run's, where this machine has it."""
+    half = of_run is not None and of_run.startswith("16")
+    return None if half and not torch.cuda.is_available() else of_run
+
+
+def _read_evaluations(path: str | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict) or not all(isinstance(v, dict) for v in content.values()):
+        raise ValueError(
+            f"{path} must map names to evaluations, such as "
+            "lambada: {task: lambada, source: lambada.jsonl}"
+        )
+    return content
+
+
 def evaluate_main(args: Sequence[str] | None = None) -> Path:
     """`evaluate.py` with these arguments. Returns the JSON file that it wrote."""
     parser = argparse.ArgumentParser(
@@ -86,12 +123,15 @@ def evaluate_main(args: Sequence[str] | None = None) -> Path:
     parser.add_argument("run", help="a run folder, or a .ckpt file")
     parser.add_argument("--which", choices=("best", "last"), default="best")
     parser.add_argument("--accelerator", default="auto", help="as Lightning's Trainer takes it")
-    parser.add_argument("--precision", default=None, help="as Lightning's Trainer takes it")
+    parser.add_argument("--precision", help="as Lightning's Trainer takes it; default: the run's")
+    parser.add_argument("--evaluations", help="YAML of what a language model is evaluated on")
     known, rest = parser.parse_known_args(args)
     quieten()
     options = {"accelerator": known.accelerator, "precision": known.precision}
     options["enable_progress_bar"] = sys.stderr.isatty() or sys.stdout.isatty()
-    record, rows, folder = evaluate(known.run, known.which, split_overrides(rest), **options)
+    tasks = _read_evaluations(known.evaluations)
+    overrides = split_overrides(rest)
+    record, rows, folder = evaluate(known.run, known.which, overrides, tasks, **options)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     stem = f"evaluation-{Path(record['checkpoint']['file']).stem}-{stamp}"
     path, attempt = folder / f"{stem}.json", 1

@@ -7,6 +7,7 @@ the scored positions alone (mmpreproj.evaluation).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mmpreproj.backbones.checkpointing import set_checkpointing, train_blocks
 from mmpreproj.backbones.lm_head import lm_head_of
 from mmpreproj.backbones.text import load_language_model, new_language_model
 from mmpreproj.data.text.portable import from_text, to_text
-from mmpreproj.data.text.tokenizers import check_tokenizer
+from mmpreproj.data.text.tokenizers import check_hash, check_tokenizer, tokenizer_hash
 from mmpreproj.evaluation.continuation import continue_text
 from mmpreproj.evaluation.suite import EvaluationConfig, read_suite, run_suite
 from mmpreproj.preproj import PreProjConfig
@@ -96,9 +97,7 @@ class LanguageModel(TrainedModule):
         self.schedule_config = as_config(ScheduleConfig, schedule)
         self.preproj_config = None if preproj is None else as_config(PreProjConfig, preproj)
         self.lora_config = None if lora is None else as_lora(lora)
-        self.evaluations = {
-            name: as_config(EvaluationConfig, value) for name, value in (evaluations or {}).items()
-        }
+        self.replace_evaluations(evaluations or {})
         if (model is None) == (model_type is None):
             raise ValueError(
                 f"give either model (a name, folder or file) or model_type (a new model), found "
@@ -139,10 +138,13 @@ class LanguageModel(TrainedModule):
         self.strict_loading = not freeze_base  # a probe's checkpoint leaves the base out
         self.tokenizer: Any = None
         self.base_fingerprint: str | None = None
-        self.held: dict[str, Any] | None = None  # items and texts of the evaluations
         self.sums = nn.ModuleDict({name: counter() for name in ("nll", "n")})
 
     # ---- building -------------------------------------------------------------------------------
+
+    def replace_evaluations(self, evaluations: Mapping[str, Any]) -> None:
+        self.evaluations = {n: as_config(EvaluationConfig, v) for n, v in evaluations.items()}
+        self.held: dict[str, Any] | None = None  # their items and texts, once they are read
 
     def setup(self, stage: str) -> None:
         """Read what is to be evaluated: a fault in a file shows before training."""
@@ -336,7 +338,10 @@ class LanguageModel(TrainedModule):
         self.load_state_dict(state, strict=self.strict_loading)
 
     def saved_facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {"base_fingerprint": self.base_fingerprint}
+        facts: dict[str, Any] = {
+            "base_fingerprint": self.base_fingerprint,
+            "tokenizer_hash": tokenizer_hash(self.tokenizer),
+        }
         if self.hparams.model is None:  # nowhere else to get it from
             facts["tokenizer"] = to_text(self.tokenizer)
         return facts
@@ -347,6 +352,8 @@ class LanguageModel(TrainedModule):
         self.base_fingerprint = saved or self.base_fingerprint
         if self.tokenizer is None and facts.get("tokenizer"):
             self.tokenizer = from_text(facts["tokenizer"])
+        if self.tokenizer is not None:
+            check_hash(self.tokenizer, facts.get("tokenizer_hash"))
 
     # ---- records and what is shown --------------------------------------------------------------
 

@@ -7,6 +7,7 @@ evaluation counts.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -214,6 +215,13 @@ class TrainedModule(LightningModule):
     def load_weights(self, state: dict[str, Tensor]) -> None:
         """Load a checkpoint's weights outside of a trainer."""
         self.load_state_dict(state)
+
+    def replace_evaluations(self, evaluations: Mapping[str, Any]) -> None:
+        """Evaluate something else at the test, where the model knows such evaluations.
+
+        Raises: ValueError where it does not.
+        """
+        raise ValueError(f"evaluations are for language models, not for {type(self).__name__}")
 
     def saved_facts(self) -> dict[str, Any]:
         """What `load_facts` needs back, beside the hyper-parameters and the weights."""

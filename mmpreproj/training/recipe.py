@@ -33,7 +33,10 @@ def as_config(kind: type[Config], value: Config | Mapping[str, Any]) -> Config:
     unknown = sorted(set(value) - set(known))
     if unknown:
         raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}; it has {known}")
-    return kind(**value)
+    try:
+        return kind(**value)
+    except TypeError as error:  # a field without a default is missing
+        raise ValueError(f"{kind.__name__}: {error}") from error
 
 
 def _check_nulls(config: Any, where: str) -> None:

@@ -139,6 +139,7 @@ def load_run(
         # The last epoch that was finished; a checkpoint's own number counts a begun one too.
         "epoch": module.history[-1]["epoch"] if module.history else None,
         "step": checkpoint["global_step"],
+        "precision": own.get("precision"),
     }
     spec = own.get("data")
     if spec is None:

@@ -61,6 +61,17 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def check_hash(tokenizer: PreTrainedTokenizerBase, then: str | None) -> None:
+    """Raises: ValueError if the tokenizer's hash is not what it was (None: it is not known)."""
+    now = tokenizer_hash(tokenizer)
+    if then not in (None, now):
+        raise ValueError(
+            f"the checkpoint was trained with another tokenizer: its hash was {then} and is {now} "
+            "now. Put back the model's folder, or the text that a bpe: tokenizer is made of, or "
+            "start a new run"
+        )
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """Ids of each text, without the special tokens that a tokenizer adds at its ends.
 
