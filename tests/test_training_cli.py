@@ -235,11 +235,10 @@ def test_yaml_numbers_are_numbers(text):
         ("trainer:", "trainr:", "trainr"),
     ],
 )
-def test_what_is_mistyped_in_the_yaml_is_named(old, new, named, capsys):
+def test_what_is_mistyped_in_the_yaml_is_named(old, new, named):
     Path("tiny.yaml").write_text(CONFIG.replace(old, new))
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError, match=named):
         main(["tiny.yaml"])
-    assert named in capsys.readouterr().err
     assert not Path("runs").exists()
 
 
@@ -253,10 +252,9 @@ def test_values_that_cannot_work_are_errors_that_name_them():
             main(["tiny.yaml"])
 
 
-def test_abbreviated_options_are_refused(capsys):
-    with pytest.raises(SystemExit):
+def test_abbreviated_options_are_refused():
+    with pytest.raises(ValueError, match="no --trainer.max_epoch; did you mean"):
         main(["tiny.yaml", "--trainer.max_epoch", "1"])
-    assert "--trainer.max_epoch" in capsys.readouterr().err
 
 
 def test_the_config_can_be_printed(capsys):

@@ -19,6 +19,7 @@ import re
 import signal
 import sys
 import warnings
+from argparse import ArgumentError
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from mmpreproj.training.callbacks import (
     Reproducible,
     RunFolder,
 )
+from mmpreproj.training.mistyped import explain
 from mmpreproj.training.report import finish_run
 from mmpreproj.training.runs import checkpoint_path, newest_run
 
@@ -98,7 +100,7 @@ class TrainCLI(LightningCLI):
             run=False,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
-            parser_kwargs={"prog": "train.py", "allow_abbrev": False},
+            parser_kwargs={"prog": "train.py", "allow_abbrev": False, "exit_on_error": False},
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -106,19 +108,18 @@ class TrainCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         # Lightning's own warns whenever sys.argv is not empty and args are given.
-        self.config = parser.parse_args(args)
+        try:
+            self.config = parser.parse_args(args)
+        except ArgumentError as error:
+            options = [word for action in parser._actions for word in action.option_strings]
+            raise ValueError(explain(str(error), options)) from None
 
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
         except ValueError as error:
             # jsonargparse wraps what a class says about its arguments; say that, not the wrapping.
-            said = re.search(
-                r"Errors:\n\s+- (.*?)\n\s+- Expected a <class 'NoneType'>", str(error), re.S
-            )
-            if said is None:
-                raise
-            raise ValueError(said.group(1)) from None
+            raise ValueError(explain(str(error))) from None
 
     @property
     def seed(self) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
-import inspect
 import os
 import platform
 import shlex
@@ -20,6 +19,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 
 import mmpreproj
+from mmpreproj.training.mistyped import parameters
 from mmpreproj.training.module import TrainedModule
 
 CHECKPOINTS = "checkpoints"
@@ -156,14 +156,7 @@ def make_data(
     from jsonargparse import ArgumentParser
 
     kind = _trusted_class(spec["class_path"], LightningDataModule)
-    known = sorted(
-        {
-            name
-            for cls in kind.__mro__[: kind.__mro__.index(LightningDataModule)]
-            for name, parameter in inspect.signature(cls.__init__).parameters.items()
-            if name != "self" and parameter.kind is not parameter.VAR_KEYWORD
-        }
-    )
+    known = parameters(kind, below=LightningDataModule)
     for key in overrides:
         if key.partition(".")[0] not in known:
             near = difflib.get_close_matches(key, known, n=1)
