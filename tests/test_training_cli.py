@@ -2,6 +2,7 @@ import csv
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 
 from mmpreproj.training import ImageClassifier, load_run
 from mmpreproj.training.callbacks import Clock
+from mmpreproj.training.checkpoints import BestCheckpoint
 from mmpreproj.training.cli import TrainCLI, find_resumed, main, split_arguments
 
 CONFIG = """
@@ -279,6 +281,71 @@ def test_the_command_line_is_taken_apart():
     assert split_arguments(["a.yaml", "--resume=runs/x"]) == (config, "a.yaml", True, "runs/x")
     with pytest.raises(ValueError, match="train.py has no 'test': evaluate.py RUN"):
         split_arguments(["test", "a.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("scores", "method", "epoch"),
+    [((0.3, 0.9, 0.5), "training_step", 1), ((0.3, 0.9, 0.95), "test_step", 2)],
+    ids=["cut behind the best epoch", "cut in the test"],
+)
+def test_a_resumed_run_knows_which_epoch_was_best(monkeypatch, scores, method, epoch):
+    candidates = BestCheckpoint._monitor_candidates
+
+    def rigged(self, trainer):
+        score = torch.tensor(scores[trainer.current_epoch])
+        return candidates(self, trainer) | {"val/top1": score}
+
+    def dying(self, *_):
+        if method == "test_step" or self.trainer.global_step == 13:
+            raise PowerCut
+        return step(self, *_)
+
+    monkeypatch.setattr(BestCheckpoint, "_monitor_candidates", rigged)
+    step = getattr(ImageClassifier, method)
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageClassifier, method, dying)
+        with pytest.raises(PowerCut):
+            main(["tiny.yaml"])
+    folder = main(["tiny.yaml", "--resume"])
+    record = json.loads((folder / "record.json").read_text())
+    assert record["checkpoint"]["which"] == "best"
+    assert record["checkpoint"]["epoch"] == state(folder, "best")["epoch"] == epoch
+    assert record["checkpoint"]["val_top1"] == pytest.approx(scores[epoch])
+
+
+def test_sigterm_leaves_a_checkpoint_between_two_steps(finished, monkeypatch):
+    step = ImageClassifier.training_step
+
+    def stopping(self, batch, batch_idx):
+        if self.trainer.global_step == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch, batch_idx)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageClassifier, "training_step", stopping)
+        with pytest.raises(SystemExit, match="143"):
+            main(["tiny.yaml"])
+    folder = next(Path("runs/tiny").iterdir())
+    assert state(folder)["global_step"] == 11
+    assert main(["tiny.yaml", "--resume"]) == folder
+    torch.testing.assert_close(
+        state(folder)["state_dict"], state(finished)["state_dict"], rtol=0, atol=0
+    )
+    found, expected = (json.loads((f / "record.json").read_text()) for f in (folder, finished))
+    assert found["test"] == expected["test"] and found["n"] == expected["n"]
+    losses = [r["train/loss"] for r in state(folder)["mmpreproj"]["history"]]
+    whole = [r["train/loss"] for r in state(finished)["mmpreproj"]["history"]]
+    assert losses == pytest.approx(whole, rel=1e-12)
+
+
+def test_metrics_of_a_resumed_run_have_no_step_twice(monkeypatch):
+    often = ["--run.every_n_steps", "4", "--trainer.log_every_n_steps", "2"]
+    folder = interrupted(monkeypatch, 11, *often)
+    assert max(rows(folder, "train/loss_step")) == 10  # behind the checkpoint, which is of 8
+    main(["tiny.yaml", "--resume"])
+    whole = main(["tiny.yaml", "--run.name", "whole", *often])
+    for column in ("train/loss_step", "train/loss", "val/top1"):
+        assert rows(folder, column) == rows(whole, column)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux")

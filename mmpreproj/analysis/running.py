@@ -91,7 +91,7 @@ def _run_all(
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         try:
             finished = list(pool.map(one, missing))
-        except BaseException:  # Ctrl-C or SIGTERM: the runs write a checkpoint and end with us
+        except BaseException:  # Ctrl-C or SIGTERM: the runs write a checkpoint and end
             pool.shutdown(wait=False, cancel_futures=True)
             processes.stop()
             raise

@@ -1,9 +1,9 @@
-"""Callbacks of a run: folder, checkpoints, order of data, clock, progress lines."""
+"""Callbacks of a run: folder, order of data, clock, progress lines."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
-import math
 import os
 import random
 import re
@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from torch import Tensor
 
 from mmpreproj.analysis.records import write_json
+from mmpreproj.training.checkpoints import RunCheckpoint
 from mmpreproj.training.runs import CHECKPOINTS, environment, new_run_folder
 
 
@@ -66,6 +65,13 @@ class RunFolder(Callback):
         except ModuleNotFoundError:
             pass  # an optional companion: the CSV holds the same figures
         trainer.loggers = loggers
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, RunCSVLogger) and trainer.is_global_zero:
+                logger.forget_after(checkpoint["global_step"])
 
     def _hold(self) -> None:
         """Raises: ValueError if another process trains in the folder."""
@@ -123,90 +129,33 @@ class RunCSVLogger(CSVLogger):
             os.replace(aside, path)
             writer.metrics_keys = sorted(text.splitlines()[0].split(","))
 
+    def forget_after(self, step: int) -> None:
+        """Drop what was logged after so many steps: the resumed run does it again.
+
+        A step's own row has the number of steps that are done, an epoch's the number before its
+        last step, as Lightning counts.
+        """
+        path = Path(self.save_dir) / "metrics.csv"
+        if not path.is_file():
+            return
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            names, rows = reader.fieldnames or [], list(reader)
+        aside = path.with_name(".metrics.csv.kept")
+        with aside.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            for row in rows:
+                if int(row["step"]) < step + bool(row.get("train/loss_step")):
+                    writer.writerow(row)
+        os.replace(aside, path)
+
     @property
     def log_dir(self) -> str:
         return os.fspath(self.save_dir)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: config.yaml holds them."""
-
-
-class RunCheckpoint(ModelCheckpoint):
-    """A checkpoint of the run's folder. The folder may have been moved since it was written."""
-
-    def __init__(self, filename: str, **kwargs: Any) -> None:
-        super().__init__(
-            filename=filename,
-            save_top_k=1,
-            auto_insert_metric_name=False,
-            enable_version_counter=False,
-            **kwargs,
-        )
-        self.best_epoch: int | None = None
-        self.best_loss = math.nan
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
-            Path(str(self.dirpath)).mkdir(parents=True, exist_ok=True)
-        super().setup(trainer, pl_module, stage)
-
-    def state_dict(self) -> dict[str, Any]:
-        own = {"best_epoch": self.best_epoch, "best_loss": self.best_loss}
-        return super().state_dict() | own
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state = dict(state_dict)
-        self.best_epoch = state.pop("best_epoch", None)
-        self.best_loss = state.pop("best_loss", math.nan)
-
-        def here(path: str) -> str:
-            return str(Path(str(self.dirpath)) / Path(path).name) if path else path
-
-        state["dirpath"] = self.dirpath  # else Lightning drops the best score of a moved run
-        for key in ("best_model_path", "kth_best_model_path", "last_model_path"):
-            state[key] = here(state.get(key, ""))
-        state["best_k_models"] = {here(k): v for k, v in state.get("best_k_models", {}).items()}
-        super().load_state_dict(state)
-
-
-class LastCheckpoint(RunCheckpoint):
-    """last.ckpt, at the end of every epoch, and every so many steps where asked for."""
-
-    def __init__(self, every_n_steps: int | None = None) -> None:
-        when = (
-            {"every_n_train_steps": every_n_steps}
-            if every_n_steps
-            else {"every_n_epochs": 1, "save_on_train_epoch_end": True}
-        )
-        super().__init__("last", **when)
-
-
-class BestCheckpoint(RunCheckpoint):
-    """best.ckpt: the best by a figure of validation; of equal ones, the one with the lower loss.
-
-    Args:
-        monitor: the figure, and "max" or "min".
-    """
-
-    def __init__(self, monitor: tuple[str, str] = ("val/top1", "max")) -> None:
-        name, mode = monitor
-        super().__init__("best", monitor=name, mode=mode, save_on_train_epoch_end=True)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        every = trainer.check_val_every_n_epoch
-        validated = every is None or (trainer.current_epoch + 1) % every == 0
-        if validated and sum(trainer.num_val_batches) > 0:
-            super().on_train_epoch_end(trainer, pl_module)
-
-    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        loss = float(trainer.callback_metrics.get("val/loss", math.nan))
-        better = super().check_monitor_top_k(trainer, current)
-        tie = current is not None and self.best_model_score is not None
-        if not better and tie and bool(current == self.best_model_score):
-            better = loss < self.best_loss
-        if better:
-            self.best_loss, self.best_epoch = loss, trainer.current_epoch
-        return better
 
 
 class Reproducible(Callback):

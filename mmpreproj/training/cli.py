@@ -7,7 +7,9 @@
 
 Restart rule: a run goes on from its last checkpoint, in the same folder, with the same config. It
 then sees the same images in the same order as the unbroken run, in mid-epoch too, and counts the
-same steps. (Random erasing of the first batch after a restart in mid-epoch is drawn anew.)
+same steps. (Random erasing of the first batch after a restart in mid-epoch is drawn anew. With
+several processes, the training loss of an epoch's part before the restart is the first one's.)
+SIGTERM writes a last checkpoint, between two optimiser steps.
 """
 
 from __future__ import annotations
@@ -31,14 +33,8 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import mmpreproj  # noqa: F401 - registers the models with timm
 from mmpreproj.analysis.records import read_record
-from mmpreproj.training.callbacks import (
-    BestCheckpoint,
-    Clock,
-    EpochLines,
-    LastCheckpoint,
-    Reproducible,
-    RunFolder,
-)
+from mmpreproj.training.callbacks import Clock, EpochLines, Reproducible, RunFolder
+from mmpreproj.training.checkpoints import BestCheckpoint, LastCheckpoint
 from mmpreproj.training.mistyped import explain
 from mmpreproj.training.report import finish_run
 from mmpreproj.training.runs import checkpoint_path, newest_run
@@ -148,7 +144,8 @@ class TrainCLI(LightningCLI):
             # Every refresh reads the loss off the device, which would hold up each step of a GPU.
             callbacks.append(TQDMProgressBar(refresh_rate=REFRESH))
         if given.enable_checkpointing is not False and not given.fast_dev_run:
-            callbacks += [LastCheckpoint(), self.best]
+            # In this order: last.ckpt then knows which epoch was best, the one that ends included.
+            callbacks += [self.best, LastCheckpoint()]
             if run.every_n_steps:
                 callbacks.append(LastCheckpoint(run.every_n_steps))
         # Loggers are made with the folder, once all processes know it.

@@ -12,7 +12,8 @@ import mmpreproj
 from mmpreproj.analysis.records import write_json
 from mmpreproj.analysis.skip import skip_strength, write_csv
 from mmpreproj.training import build
-from mmpreproj.training.callbacks import BestCheckpoint, Clock, peak_memory
+from mmpreproj.training.callbacks import Clock, peak_memory
+from mmpreproj.training.checkpoints import BestCheckpoint
 from mmpreproj.training.module import TrainedModule
 from mmpreproj.training.runs import environment, load_run
 
