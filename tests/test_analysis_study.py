@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mmpreproj.analysis.plots import arms_by_seed, frontier
 from mmpreproj.analysis.running import run_study
 from mmpreproj.analysis.study import Study
+from mmpreproj.analysis.study_plots import arms_by_seed
 from mmpreproj.analysis.summary import markdown, summarise
 
 # Stands in for tools/train.py: writes the record that its --run options and its seed ask for.
@@ -60,15 +60,16 @@ def test_every_arm_runs_with_every_seed_and_the_table_adds_up(study, train, tmp_
     assert plain["figures"]["test top-1"]["std"] == pytest.approx(
         0.0141421, rel=1e-4
     )  # |0.82 - 0.80| / sqrt(2)
-    assert plain["difference"] is None
-    assert wide["difference"]["mean"] == pytest.approx(0.1)
-    assert wide["difference"]["std"] == pytest.approx(0.0, abs=1e-12)
-    assert (wide["n_test"], wide["parameters"], wide["new_parameters"]) == (100, 7, 2)
+    assert plain["differences"] == {}
+    difference = wide["differences"]["plain"]["test top-1"]
+    assert difference["mean"] == pytest.approx(0.1) and difference["n"] == 2
+    assert difference["std"] == pytest.approx(0.0, abs=1e-12)
+    assert (wide["parameters"], wide["new_parameters"]) == (7, 2)
     table = markdown(study, [plain, wide])
-    figures = "0.9100 ± 0.0141 | 0.100 ± 0.000 | 0: 0.9000, 2: 0.9200 | +0.1000 ± 0.0000"
-    assert f"| wide | 7 | 2 | 5 | {figures} |" in table
-    png = arms_by_seed([plain, wide], tmp_path / "summary.png", "s")
-    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "| test top-1 (n = 100) | loss |" in table
+    assert "| wide | 7 | 2 | 5 | 0.9100 ± 0.0141 | 0.100 ± 0.000 | 3 ± 0 | – | 0, 2 |" in table
+    assert "| wide | +0.1000 ± 0.0000 | +0.000 ± 0.000 | 2 |" in table
+    assert "| wide | 2 | 0.9200 | 0.100 |" in table
 
 
 def test_finished_runs_are_skipped_and_broken_ones_resumed(study, train, tmp_path):
@@ -100,6 +101,7 @@ STUDY = """
 import pathlib, signal, sys
 from mmpreproj.analysis.running import run_study
 from mmpreproj.analysis.study import Study
+from mmpreproj.analysis.study_plots import arms_by_seed
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 run_study(Study.read("s.yaml"), [sys.executable, "sleeper.py"], pathlib.Path("runs"))
 """
@@ -123,8 +125,54 @@ def test_a_failed_run_is_named_and_stays_missing(study, train, tmp_path):
     assert len(failed) == 4 and sum("FAILED" in line for line in told) == 4
     rows = summarise(study, tmp_path / "runs", ["--fail"])
     assert rows[0]["missing"] == [0, 2] and rows[0]["figures"]["test top-1"]["mean"] is None
-    assert "| plain | – | – | – | – | – | – | – | – | – | – x 0 seeds |" in markdown(study, rows)
-    arms_by_seed(rows, tmp_path / "empty.png")
+    assert "| plain | – | – | – | – | – | – | – | none |" in markdown(study, rows)
+    arms_by_seed(rows)
+
+
+def test_a_figure_that_some_seeds_lack_says_so(study, train, tmp_path):
+    root = tmp_path / "runs"
+    run_study(study, train, root, tell=lambda _: None)
+    run = next(run for run in study.runs() if (run.arm, run.seed) == ("wide", 2))
+    path = run.folders(root)[0] / "record.json"
+    record = json.loads(path.read_text())
+    record["test"]["top1"] = None
+    path.write_text(json.dumps(record))
+    rows = summarise(study, root)
+    assert "0.9000 (1 of 2 seeds) | 0.100 ± 0.000" in markdown(study, rows)
+    assert rows[1]["differences"]["plain"]["test top-1"]["n"] == 1
+
+
+def test_arguments_that_an_arm_or_the_choice_sets_are_refused(study, tmp_path):
+    for words in (["--model.wide", "false"], ["--model.wide=false"], ["--model", "x"]):
+        with pytest.raises(ValueError, match="override what arm 'wide' sets"):
+            run_study(study, ["none"], tmp_path, words)
+        with pytest.raises(ValueError, match="override what arm 'wide' sets"):
+            summarise(study, tmp_path, words)
+    study.check(["--model.wider", "true", "--trainer.max_epochs", "1"])
+    content = {"config": "base.yaml", "seeds": [0], "arms": {"a": {"r": {"choose": [1, 2]}}}}
+    content["choose"] = {"by": "validation.x", "settings": {"data.init_args.max_train_tokens": 9}}
+    (tmp_path / "t.yaml").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="override what choose.settings sets"):
+        Study.read(tmp_path / "t.yaml").check(["--data.max_train_tokens", "7"])
+
+
+def test_settings_are_told_by_what_differs_and_the_edge_of_what_was_tried(tmp_path):
+    (tmp_path / "base.yaml").touch()
+    lora = [{"rank": 4, "scale": 1.0}, {"rank": 4, "scale": 2.0}]
+    arm = {
+        "model.init_args.lora": {"choose": lora},
+        "model.init_args.lr": {"choose": ["1e-3", "1e-4", 0.01]},
+    }
+    content = {"config": "base.yaml", "seeds": [0], "arms": {"a": arm}}
+    content["choose"] = {"by": "validation.x"}
+    (tmp_path / "t.yaml").write_text(json.dumps(content))
+    study = Study.read(tmp_path / "t.yaml")
+    chosen = {"model.init_args.lora": lora[1], "model.init_args.lr": 0.01}
+    assert study.told("a", chosen) == "scale 2.0, lr 0.01"
+    assert study.told("a", chosen, edges=True) == "scale 2.0, lr 0.01 (the highest tried)"
+    assert study.told("a", chosen | {"model.init_args.lr": "1e-3"}, edges=True).endswith("lr 1e-3")
+    lowest = study.told("a", chosen | {"model.init_args.lr": "1e-4"}, edges=True)
+    assert lowest.endswith("lr 1e-4 (the lowest tried)")
 
 
 def test_a_changed_definition_is_a_new_run(study, tmp_path):
@@ -141,6 +189,18 @@ def test_a_changed_definition_is_a_new_run(study, tmp_path):
         ({"config": "no.yaml"}, "config='no.yaml' is no file"),
         ({"seeds": []}, "seeds must be a list of whole numbers"),
         ({"seeds": ["a"]}, "seeds must be a list of whole numbers"),
+        ({"seeds": [0, 0]}, "seeds must be a list of whole numbers, each once"),
+        ({"arms": {"a/../b": {}}}, "arm 'a/../b' must be a name of letters"),
+        ({"settings": "abc"}, "settings must map names to values, found 'abc'"),
+        ({"choose": "min"}, "choose must map names to values, found 'min'"),
+        ({"choose": {"by": "validation.x", "settings": None}}, "choose.settings must map keys"),
+        ({"figures": {"x": {"path": "a.b", "form": ".3q"}}}, "a.b: form='.3q' prints no number"),
+        ({"frontier": {"learned": "loss", "kept": "loss"}}, "kept must be a list of figures"),
+        (
+            {"frontier": {"learned": "loss", "kept": ["x"]}},
+            "frontier names 'x', which is not among",
+        ),
+        ({"against": ["b"]}, "against names 'b', which is not among a"),
         ({"arms": {}}, "arms must map names"),
         ({"arms": {"x": 3}}, "arm 'x' must map keys"),
     ],
@@ -190,9 +250,10 @@ def test_what_an_arm_leaves_open_is_chosen_on_validation_and_trained_with_all_se
     runs = study.choosing_runs()
     assert all(run.seed == 5 and run.record(root)["short"] for run in runs)
     assert not any(run.record(root)["short"] for run in study.runs(root=root))
-    assert "| open | rate 0.3 | 0.1000 | 0.3000 |" in markdown(study, [opened, shut])
-    png = frontier([opened, shut], tmp_path / "f.png", "loss", ["test top-1"])
-    assert png.read_bytes().startswith(b"\x89PNG")
+    table = markdown(study, [opened, shut])
+    assert "Candidates, short True, seed 5 (* chosen)" in table
+    assert "| open | rate 0.3 | 0.1000 | 0.3000 |" in table
+    assert "| open | rate 0.2 * | 0.0000 | 0.2000 |" in table
 
 
 def test_a_choice_by_the_reported_part_is_refused(tmp_path):

@@ -13,11 +13,12 @@ import signal
 import sys
 from pathlib import Path
 
-from mmpreproj.analysis.plots import arms_by_seed, frontier
+from mmpreproj.analysis.plots import write
 from mmpreproj.analysis.records import write_json
 from mmpreproj.analysis.running import run_study, train_command
 from mmpreproj.analysis.study import Study
-from mmpreproj.analysis.summary import markdown, summarise
+from mmpreproj.analysis.study_plots import arms_by_seed, frontier, skip_by_layer
+from mmpreproj.analysis.summary import choosing_title, markdown, summarise
 from mmpreproj.training.cli import run_tool
 
 
@@ -46,9 +47,9 @@ def main() -> int:
                 options.jobs,
                 tell=lambda line: print(line, flush=True),
             )
+        rows = summarise(study, options.root, arguments)
     except ValueError as error:
         parser.error(str(error))
-    rows = summarise(study, options.root, arguments)
     folder = options.root / study.name
     if not any(row["seeds"] or _tried(row) for row in rows):
         others = sorted(place.name for place in folder.glob("*-*/"))
@@ -58,13 +59,18 @@ def main() -> int:
     table = markdown(study, rows)
     write_json(folder / "summary.json", {"study": study.name, "arms": rows})
     (folder / "summary.md").write_text(table, encoding="utf-8")
-    figures = list(study.figures)
-    arms_by_seed(rows, folder / "summary.png", study.name, figures[0])
-    written = ["summary.json", "summary.md", "summary.png"]
+    print(f"\n{table}\nwritten to {folder}: summary.json, summary.md", flush=True)
+    pictures = {
+        "summary.png": arms_by_seed(rows, study.name),
+        "skip.png": skip_by_layer(rows, study.name),
+    }
     if study.frontier is not None:
-        frontier(rows, folder / "frontier.png", study.frontier.learned, study.frontier.kept)
-        written.append("frontier.png")
-    print(f"\n{table}\nwritten to {folder}: {', '.join(written)}")
+        title = f"{study.name}. {choosing_title(study)}; stars: final runs"
+        pictures["frontier.png"] = frontier(
+            rows, study.frontier.learned, study.frontier.kept, title
+        )
+    drawn = [write(figure, folder / name).name for name, figure in pictures.items() if figure]
+    print(f"drawn there: {', '.join(drawn)}")
     return 1 if failed else 0
 
 

@@ -53,16 +53,16 @@ def learning_curves(
         axis.set_xlabel("epoch")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         _legend_or_note(axis)
-    return _write(figure, path, title)
+    return write(figure, path, title)
 
 
 def _accuracy_curve(top1: Any, history: Sequence[Mapping[str, Any]], n_val: int | None) -> None:
     _curve(top1, history, "val/top1", ORANGE, f"validation{_n(n_val)}")
-    known = [row for row in history if _finite(row.get("val/top1")) is not None]
+    known = [row for row in history if finite(row.get("val/top1")) is not None]
     if known:  # of equal ones the one with the lower loss, as the best checkpoint is chosen
 
         def rank(row: Mapping[str, Any]) -> tuple[float, float]:
-            loss = _finite(row.get("val/loss"))
+            loss = finite(row.get("val/loss"))
             return row["val/top1"], -math.inf if loss is None else -loss
 
         best = max(known, key=rank)
@@ -82,7 +82,7 @@ def skip_by_layer(
 
     The second panel (activations) is left out where no row has the measure.
     """
-    measured = any(_finite(row.get("activation")) is not None for row in rows)
+    measured = any(finite(row.get("activation")) is not None for row in rows)
     figure, axes = _figure(2 if measured else 1, width=11 if measured else 6.5, height=3.8)
     layers = [row["layer"] for row in rows]
     panels = [("weight", BLUE, "Weights", "$\\Vert W_{skip}\\Vert_F\\;/\\;\\sqrt{D}$")]
@@ -91,7 +91,7 @@ def skip_by_layer(
         label = "$\\Vert W_{skip}\\,\\tilde{x}\\Vert\\;/\\;\\Vert attention\\Vert$"
         panels.append(("activation", GREEN, f"Activations{of}", label))
     for axis, (key, colour, name, label) in zip(axes, panels, strict=True):
-        heights = [_finite(row.get(key)) for row in rows]
+        heights = [finite(row.get(key)) for row in rows]
         axis.bar(layers, [math.nan if h is None else h for h in heights], color=colour, width=0.7)
         axis.set(title=name, xlabel="layer (from 0)", ylabel=label)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -100,106 +100,7 @@ def skip_by_layer(
         axis.set_ylim(bottom=0)
         if all(h is None for h in heights):
             _legend_or_note(axis)
-    return _write(figure, path, title)
-
-
-def arms_by_seed(
-    rows: Sequence[Mapping[str, Any]],
-    path: str | os.PathLike[str],
-    title: str = "",
-    figure_name: str = "test top-1",
-) -> Path:
-    """What a study came to: one figure of every seed by arm, and the skip's strength by layer.
-
-    Args:
-        rows: from `mmpreproj.analysis.summary.summarise`. The second panel is left out where no arm
-            has a skip.
-        figure_name: which of the rows' figures; top-1 and accuracies are shown in per cent.
-    """
-    skips = [row for row in rows if row.get("skip")]
-    figure, axes = _figure(2 if skips else 1, width=11 if skips else 6.5, height=3.8)
-    points = axes[0]
-    for place, row in enumerate(rows):
-        by_seed = row["figures"][figure_name]["by_seed"]
-        values = [v for v in map(_finite, by_seed.values()) if v is not None]
-        points.plot([place] * len(values), values, "o", color=BLUE, ms=6, alpha=0.7)
-        if values:
-            mean = sum(values) / len(values)
-            points.plot([place - 0.25, place + 0.25], [mean, mean], color=ORANGE, lw=2)
-    seeds = max((len(row["seeds"]) for row in rows), default=0)
-    points.set_xticks(range(len(rows)), [_short(row["arm"], 18) for row in rows], fontsize=9)
-    points.tick_params("x", rotation=20 if len(rows) > 4 else 0)
-    points.set_xlim(-0.6, len(rows) - 0.4)
-    if "top-1" in figure_name or "accuracy" in figure_name:
-        points.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
-        n_test = next((row["n_test"] for row in rows if row["n_test"]), None)
-        count = _n(n_test) if "top-1" in figure_name else ""
-    else:
-        count = ""
-    named = figure_name[0].upper() + figure_name[1:]
-    points.set(title=f"{named}: {seeds} seeds, mean{count}", ylabel=figure_name)
-    for row, colour in zip(skips, (BLUE, ORANGE, GREEN, GREY) * len(skips), strict=False):
-        layers = [entry["layer"] for entry in row["skip"]]
-        means = [entry["mean"] for entry in row["skip"]]
-        stds = [entry["std"] or 0.0 for entry in row["skip"]]
-        axes[1].errorbar(layers, means, stds, marker="o", ms=4, color=colour, label=row["arm"])
-    if skips:
-        axes[1].set(title="Content skip by layer, mean over seeds", xlabel="layer (from 0)")
-        axes[1].set_ylabel("$\\Vert W_{skip}\\Vert_F\\;/\\;\\sqrt{D}$")
-        axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes[1].set_ylim(bottom=0)
-        _legend_or_note(axes[1])
-    return _write(figure, path, title)
-
-
-def frontier(
-    rows: Sequence[Mapping[str, Any]],
-    path: str | os.PathLike[str],
-    learned: str,
-    kept: Sequence[str],
-    title: str = "",
-) -> Path:
-    """Learning against keeping: a point for every candidate of an arm, named and joined by rate.
-
-    Args:
-        rows: from `mmpreproj.analysis.summary.summarise`. Arms without candidates (the base) are
-            a cross at the mean over their seeds.
-        learned: the figure on the x axis, of text of the training kind.
-        kept: the figures on the y axes, one panel each.
-    """
-    figure, axes = _figure(len(kept), width=6.0 * len(kept), height=4.4)
-    colours = [BLUE, ORANGE, GREEN, "#805ad5", "#c53030", GREY, "#0d9488"]
-    for axis, name in zip(axes, kept, strict=True):
-        for row, colour in zip(rows, colours * len(rows), strict=False):
-            lines = _lines(row["candidates"], learned, name)
-            for style, (kind, points) in zip(
-                ("o-", "o--", "o:") * len(lines), lines.items(), strict=False
-            ):
-                label = row["arm"] + (f" ({kind})" if kind else "")
-                xs, ys = [p[0] for p in points], [p[1] for p in points]
-                axis.plot(xs, ys, style, color=colour, ms=5, label=label)
-                for x, y, rate in points:
-                    axis.annotate(f" {rate}", (x, y), fontsize=7, color=colour)
-            means = [row["figures"][label]["mean"] for label in (learned, name)]
-            if not row["candidates"] and None not in means:
-                axis.plot(*means, "x", color="black", ms=9, mew=2, label=row["arm"])
-        axis.set(xlabel=learned, ylabel=name)
-        _legend_or_note(axis)
-    return _write(figure, path, title)
-
-
-def _lines(
-    candidates: Sequence[Mapping[str, Any]], learned: str, kept: str
-) -> dict[str, list[tuple[float, float, str]]]:
-    """{what else was chosen: [(learned, kept, rate), …] by rate}; the last setting is the rate."""
-    lines: dict[str, list[tuple[float, float, str]]] = {}
-    for found in candidates:
-        *others, rate = found["settings"].values()
-        point = (_finite(found["figures"][learned]), _finite(found["figures"][kept]))
-        if None not in point:
-            scales = [f"scale {o['scale']:g}" if "scale" in o else str(o) for o in others]
-            lines.setdefault(", ".join(scales), []).append((*point, str(rate)))
-    return {kind: sorted(points, key=lambda p: float(p[2])) for kind, points in lines.items()}
+    return write(figure, path, title)
 
 
 def predictions(
@@ -218,7 +119,7 @@ def predictions(
     """
     columns = 1 if len(images) < 3 else 2
     lines = max(1, math.ceil(len(images) / columns))
-    figure = _canvas(Figure(figsize=(5.6 * columns, 2.3 * lines + 0.5), layout="constrained"))
+    figure = canvas(Figure(figsize=(5.6 * columns, 2.3 * lines + 0.5), layout="constrained"))
     grid = figure.add_gridspec(lines, 2 * columns, width_ratios=[1, 1.5] * columns)
     for index, (image, name, classes) in enumerate(zip(images, names, top, strict=True)):
         line, column = divmod(index, columns)
@@ -231,10 +132,10 @@ def predictions(
             interpolation="nearest" if small else "antialiased",
         )
         picture.set_axis_off()
-        picture.set_title(_short(name, 30), fontsize=9)
+        picture.set_title(short(name, 30), fontsize=9)
         bars = figure.add_subplot(grid[line, 2 * column + 1])
         _bars(bars, classes)
-    return _write(figure, path, title)
+    return write(figure, path, title)
 
 
 def clip_predictions(
@@ -255,7 +156,7 @@ def clip_predictions(
     """
     panels = max(len(labels) for labels in sets)
     drawn = min(most, max(len(clip) for clip in clips))
-    figure = _canvas(
+    figure = canvas(
         Figure(figsize=(1.35 * drawn + 3.0 * panels, 1.9 * len(clips) + 0.5), layout="constrained")
     )
     ratios = [1.0] * drawn + [2.2] * panels
@@ -266,21 +167,21 @@ def clip_predictions(
             picture = figure.add_subplot(grid[line, column])
             picture.imshow(clip[frame], interpolation="nearest" if clip.shape[1] <= 64 else None)
             picture.set_axis_off()
-            above = f"{_short(name, 22)}\n" if column == 0 else "\n"
+            above = f"{short(name, 22)}\n" if column == 0 else "\n"
             picture.set_title(f"{above}{frame + 1} of {len(clip)}", fontsize=8, loc="left")
         for panel, (label, classes) in enumerate(labels.items()):
             bars = figure.add_subplot(grid[line, drawn + panel])
             _bars(bars, classes)
             if len(labels) > 1:
                 bars.set_title(label, fontsize=9)
-    return _write(figure, path, title)
+    return write(figure, path, title)
 
 
 def _bars(axis: Any, classes: Sequence[tuple[str, float]]) -> None:
     shares = [p for _, p in classes]
     drawn = axis.barh(range(len(classes)), shares, color=[BLUE] + [GREY] * (len(classes) - 1))
     axis.bar_label(drawn, [f" {p:.1%}" for p in shares], fontsize=8)
-    axis.set_yticks(range(len(classes)), [_short(c, 22) for c, _ in classes], fontsize=9)
+    axis.set_yticks(range(len(classes)), [short(c, 22) for c, _ in classes], fontsize=9)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.18)  # room for the label of a certain prediction
     axis.set_xticks([0, 0.5, 1], ["0", "50 %", "100 %"], fontsize=8)
@@ -288,16 +189,22 @@ def _bars(axis: Any, classes: Sequence[tuple[str, float]]) -> None:
 
 
 def _figure(panels: int, width: float, height: float) -> tuple[Figure, list[Any]]:
-    figure = _canvas(Figure(figsize=(width, height), layout="constrained"))
+    figure = canvas(Figure(figsize=(width, height), layout="constrained"))
     axes = list(figure.subplots(1, panels, squeeze=False)[0])
     for axis in axes:
-        axis.grid(True, axis="y", color="#e2e8f0", linewidth=0.8)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
     return figure, axes
 
 
-def _canvas(figure: Figure) -> Figure:
+def tidy(axis: Any, grid: str = "y") -> None:
+    """Light grid lines behind what is drawn, and no box."""
+    axis.grid(True, axis=grid, color="#e2e8f0", linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def canvas(figure: Figure) -> Figure:
+    """The figure, with a canvas that needs no display."""
     FigureCanvasAgg(figure)
     return figure
 
@@ -306,7 +213,7 @@ def _curve(
     axis: Any, history: Sequence[Mapping[str, Any]], key: str, colour: str, label: str
 ) -> None:
     """Draw the finite values of one column of the history."""
-    points = [(row["epoch"] + 1, _finite(row.get(key))) for row in history]
+    points = [(row["epoch"] + 1, finite(row.get(key))) for row in history]
     points = [(epoch, value) for epoch, value in points if value is not None]
     if points:
         # A marker shows a lone epoch, which a line alone would not.
@@ -321,7 +228,8 @@ def _legend_or_note(axis: Any) -> None:
         axis.text(0.5, 0.5, "no finite values", transform=axis.transAxes, ha="center", color=GREY)
 
 
-def _finite(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
+    """The number; None for what is missing or not finite."""
     return float(value) if value is not None and math.isfinite(value) else None
 
 
@@ -334,12 +242,14 @@ def _n(n: int | None) -> str:
     return "" if n is None else f" (n = {n:,})"
 
 
-def _short(text: str, length: int) -> str:
+def short(text: str, length: int) -> str:
+    """The text, its middle left out where it is longer."""
     text = text.replace("$", r"\$")  # matplotlib would read a pair of $ as a formula
     return text if len(text) <= length else f"{text[: length // 2 - 1]}…{text[-length // 2 :]}"
 
 
-def _write(figure: Figure, path: str | os.PathLike[str], title: str) -> Path:
+def write(figure: Figure, path: str | os.PathLike[str], title: str = "") -> Path:
+    """Save a figure as PNG; the title stands above its panels."""
     if title:
         figure.suptitle(title, fontsize=11)
     path = Path(path)

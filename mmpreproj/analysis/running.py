@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-from mmpreproj.analysis.study import Run, Study, told
+from mmpreproj.analysis.study import Run, Study
 
 
 def run_study(
@@ -31,7 +31,10 @@ def run_study(
         arguments: settings that every run gets, behind its arm's.
         jobs: runs at once; they share the processor cores.
         tell: takes a line as each run starts and ends.
+
+    Raises: ValueError if an argument would override what the study sets.
     """
+    study.check(arguments)
     failed = []
     choosing = study.choosing_runs(arguments)
     if choosing:
@@ -43,7 +46,7 @@ def run_study(
                 tell(f"FAILED: {arm}: none of its candidates has {study.choice.by} in its record")
                 failed += [run for run in choosing if run.arm == arm]
             if chosen:
-                tell(f"{arm}: {told(chosen)} was best on validation")
+                tell(f"{arm}: {study.told(arm, chosen, edges=True)} was best on validation")
     runs = study.runs(arguments, root)
     return failed + _run_all(study.name, runs, study, train, root, jobs, tell)
 
@@ -73,17 +76,17 @@ def _run_all(
         place = root / run.place
         place.mkdir(parents=True, exist_ok=True)
         log = place / f"seed{run.seed}.log"
-        tell(f"{'resumes' if begun else 'starts'}: {run.name} (log: {log})")
+        tell(f"{'resumes' if begun else 'starts'}: {study.name_of(run)} (log: {log})")
         with log.open("ab") as file:
             code = processes.run([*train, *words], file, environment)
         record = run.record(root)
         done = code == 0 and record is not None
         value = figure.of(record)
         tell(
-            f"ends: {run.name}, {label} "
+            f"ends: {study.name_of(run)}, {label} "
             f"{'not measured' if value is None else format(value, figure.form)}"
             if done
-            else f"FAILED: {run.name} (exit {code}); see {log}"
+            else f"FAILED: {study.name_of(run)} (exit {code}); see {log}"
         )
         return done
 

@@ -15,7 +15,8 @@ A study is a YAML file. An arm is a set of settings that differ from the config 
     figures:                          # what the table shows; the first one is also drawn
       LAMBADA accuracy: {path: test.tasks.lambada.accuracy.value, form: .3f}
       held-out ppl: {path: test.perplexity.token.value, form: .2f}
-    frontier: {learned: held-out ppl, kept: [LAMBADA accuracy]}    # a picture of the candidates
+    against: [base]                   # what others are compared with; default: the first
+    frontier: {learned: held-out ppl, kept: [LAMBADA accuracy]}    # a picture of what was tried
 
 Where an arm has `choose`, every combination of its candidates is run once, and what was best on
 validation is trained with the seeds. Every run writes its own record as it ends. Runs that have one
@@ -41,6 +42,7 @@ import yaml
 from mmpreproj.analysis.records import read_record
 
 RECORD = "record.json"
+SHARES = {"top1", "top5", "accuracy", "accuracy_normalised", "opposite"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +58,6 @@ class Run:
     arguments: tuple[str, ...]
     candidate: dict[str, Any] | None = None
     chosen: dict[str, Any] | None = None
-
-    @property
-    def name(self) -> str:
-        """What a person calls it."""
-        tried = "" if self.candidate is None else f", {told(self.candidate)}"
-        return f"{self.arm}{tried}, seed {self.seed}"
 
     def folders(self, root: Path) -> list[Path]:
         """The run folders there are for it, oldest first."""
@@ -86,9 +82,27 @@ class Figure:
     path: str
     form: str = ".4f"
 
+    def __post_init__(self) -> None:
+        try:
+            format(0.5, self.form)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self.path}: form={self.form!r} prints no number: {error}"
+            ) from error
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it counts what is right, 0 to 1, and is not a loss or a perplexity."""
+        return not SHARES.isdisjoint(self.path.split("."))
+
     def of(self, record: Mapping[str, Any] | None) -> Any:
         """Its value in a record; None where it is missing."""
         return value_at(record, *self.path.split("."))
+
+    def n_of(self, record: Mapping[str, Any] | None) -> int | None:
+        """On how many items it was measured: the "n" beside it; None where there is none."""
+        *place, _ = self.path.split(".")
+        return value_at(record, *place, "n")
 
 
 FIGURES = {
@@ -96,7 +110,7 @@ FIGURES = {
     "loss": Figure("test.loss.value", ".3f"),
 }
 KEYS = {"config", "seeds", "arms"}
-OPTIONAL = {"settings", "choose", "figures", "frontier"}
+OPTIONAL = {"settings", "choose", "figures", "against", "frontier"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +123,8 @@ class Choice:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.settings, Mapping):
+            raise TypeError(f"choose.settings must map keys to values, found {self.settings!r}")
         if self.goal not in ("min", "max"):
             raise ValueError(f"choose.goal must be min or max, found {self.goal!r}")
         if not self.by.startswith("validation."):
@@ -130,10 +146,14 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Frontier:
-    """Which figures the picture of all candidates has: one on the x axis, others on y axes."""
+    """Which figures the picture of what was tried has: one on the x axis, others on y axes."""
 
     learned: str
     kept: list[str]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kept, list) or not self.kept:
+            raise TypeError(f"frontier.kept must be a list of figures, found {self.kept!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +166,7 @@ class Study:
     arms: dict[str, dict[str, Any]]
     choice: Choice | None = None
     figures: dict[str, Figure] = dataclasses.field(default_factory=lambda: dict(FIGURES))
+    against: tuple[str, ...] = ()
     frontier: Frontier | None = None
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -168,44 +189,57 @@ class Study:
         config = path.parent / str(content["config"])
         if not config.is_file():
             raise ValueError(f"{path}: config={content['config']!r} is no file beside it: {config}")
-        seeds = content["seeds"]
-        if not isinstance(seeds, list) or not seeds or not all(type(s) is int for s in seeds):
-            raise ValueError(f"{path}: seeds must be a list of whole numbers, found {seeds!r}")
-        arms = content["arms"]
-        if not isinstance(arms, Mapping) or not arms:
-            raise ValueError(f"{path}: arms must map names to settings, found {arms!r}")
-        wrong = [name for name, settings in arms.items() if not isinstance(settings, Mapping)]
-        if wrong:
-            raise ValueError(f"{path}: arm {wrong[0]!r} must map keys to values, such as {{}}")
         try:
-            choice = Choice(**content["choose"]) if "choose" in content else None
-            drawn = Frontier(**content["frontier"]) if "frontier" in content else None
-            named = content.get("figures") or {}
-            if not isinstance(named, Mapping):
-                raise TypeError(f"figures must map names to {{path: …, form: …}}, found {named!r}")
-            figures = {str(k): Figure(**v) for k, v in named.items()}
-        except TypeError as error:
+            study = cls._of(path.stem, config, content)
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
+        return study
+
+    @classmethod
+    def _of(cls, name: str, config: Path, content: Mapping[str, Any]) -> Study:
+        """Raises: TypeError or ValueError, without the file's name."""
+        for key in ("settings", "arms", "choose", "figures", "frontier"):
+            if not isinstance(content.get(key, {}), Mapping):
+                raise TypeError(f"{key} must map names to values, found {content[key]!r}")
+        seeds, arms = content["seeds"], content["arms"]
+        whole = isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)
+        if not whole or len(set(seeds)) < len(seeds):
+            raise TypeError(f"seeds must be a list of whole numbers, each once, found {seeds!r}")
+        if not arms:
+            raise TypeError(f"arms must map names to settings, found {arms!r}")
+        for arm, settings in arms.items():
+            if not re.fullmatch(r"[\w.+-]+", str(arm)):
+                raise ValueError(f"arm {arm!r} must be a name of letters, digits, _, ., + and -")
+            if not isinstance(settings, Mapping):
+                raise TypeError(f"arm {arm!r} must map keys to values, such as {{}}")
+        choice = Choice(**content["choose"]) if "choose" in content else None
+        drawn = Frontier(**content["frontier"]) if "frontier" in content else None
+        figures = {str(k): Figure(**v) for k, v in content.get("figures", {}).items()}
+        against = content.get("against", [next(iter(arms))])
         study = cls(
-            path.stem,
+            name,
             config,
             tuple(seeds),
             {str(k): dict(v) for k, v in arms.items()},
             choice,
             figures or dict(FIGURES),
+            tuple(against) if isinstance(against, list) else (against,),
             drawn,
-            dict(content.get("settings") or {}),
+            dict(content.get("settings", {})),
         )
-        names = [] if drawn is None else [drawn.learned, *drawn.kept]
-        unknown = [name for name in names if name not in study.figures]
-        if unknown:
-            raise ValueError(
-                f"{path}: frontier names {unknown[0]!r}, which is not among the figures: "
-                f"{', '.join(study.figures)}"
-            )
+        known = {"frontier": study.figures, "against": study.arms}
+        for key, names in (
+            ("frontier", [] if drawn is None else [drawn.learned, *drawn.kept]),
+            ("against", study.against),
+        ):
+            unknown = [name for name in names if name not in known[key]]
+            if unknown:
+                raise ValueError(
+                    f"{key} names {unknown[0]!r}, which is not among {', '.join(known[key])}"
+                )
         open_arms = [arm for arm in study.arms if study.candidates(arm)]
         if open_arms and choice is None:
-            raise ValueError(f"{path}: arm {open_arms[0]!r} leaves a choice; say how: choose: …")
+            raise ValueError(f"arm {open_arms[0]!r} leaves a choice; say how: choose: …")
         return study
 
     def candidates(self, arm: str) -> list[dict[str, Any]]:
@@ -219,6 +253,42 @@ class Study:
         return [
             dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())
         ]
+
+    def told(self, arm: str, settings: Mapping[str, Any] | None, edges: bool = False) -> str:
+        """An arm's settings in few words; of a mapping, what differs between its candidates.
+
+        edges: say of a number that it is the lowest or the highest of three or more that were
+            tried: a better one may lie outside.
+        """
+        words = []
+        for key, value in (settings or {}).items():
+            tried = [candidate[key] for candidate in self.candidates(arm)]
+            if isinstance(value, Mapping):
+                differ = [k for k in value if any(other[k] != value[k] for other in tried)]
+                words += [f"{k} {value[k]}" for k in differ or value]
+                continue
+            word = f"{key.rpartition('.')[2]} {value}"
+            numbers = {number for number in map(_number, tried) if number is not None}
+            if edges and len(numbers) > 2 and _number(value) in (min(numbers), max(numbers)):
+                end = "lowest" if _number(value) == min(numbers) else "highest"
+                word += f" (the {end} tried)"
+            words.append(word)
+        return ", ".join(words)
+
+    def check(self, arguments: Sequence[str]) -> None:
+        """Raises: ValueError if an argument would override what an arm or the choice sets."""
+        theirs: dict[str, str] = {}
+        for arm, settings in self.arms.items():
+            theirs |= {_plain(key): f"arm {arm!r}" for key in settings}
+        if self.choice is not None:
+            theirs |= {_plain(key): "choose.settings" for key in self.choice.settings}
+        for word in arguments:
+            if not word.startswith("--"):
+                continue
+            key = _plain(word.partition("=")[0].removeprefix("--"))
+            for own, where in theirs.items():
+                if f"{key}.".startswith(f"{own}.") or f"{own}.".startswith(f"{key}."):
+                    raise ValueError(f"{word} would override what {where} sets: change the study")
 
     def choosing_runs(self, arguments: Sequence[str] = ()) -> list[Run]:
         """One run for every candidate, the first candidate of every arm before any second."""
@@ -260,6 +330,11 @@ class Study:
             if settings is not None and (settings or not self.candidates(arm))
         ]
 
+    def name_of(self, run: Run) -> str:
+        """What a person calls a run."""
+        tried = "" if run.candidate is None else f", {self.told(run.arm, run.candidate)}"
+        return f"{run.arm}{tried}, seed {run.seed}"
+
     def _run(self, arm: str, seed: int, chosen: dict[str, Any], arguments: Sequence[str]) -> Run:
         settings = [
             word
@@ -276,9 +351,16 @@ def is_choice(value: Any) -> bool:
     return isinstance(value, Mapping) and set(value) == {"choose"}
 
 
-def told(settings: Mapping[str, Any]) -> str:
-    """Settings in few words: the last part of each key, and its value."""
-    return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in settings.items())
+def _plain(key: str) -> str:
+    """A key as the command line may also name it."""
+    return key.replace(".init_args.", ".")
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)  # YAML reads 3e-4 as text
+    except (TypeError, ValueError):
+        return None
 
 
 def value_at(record: Mapping[str, Any] | None, *path: str) -> Any:

@@ -7,35 +7,34 @@ from pathlib import Path
 from typing import Any
 
 from mmpreproj.analysis.records import mean_spread
-from mmpreproj.analysis.study import Figure, Study, told, value_at
+from mmpreproj.analysis.study import Figure, Run, Study, value_at
+
+STRENGTHS = ("weight", "activation")
 
 
 def summarise(study: Study, root: Path, arguments: Sequence[str] = ()) -> list[dict[str, Any]]:
     """One row an arm, from the records there are.
 
     Each row has: arm, chosen (settings, where it had candidates), seeds (those measured), missing
-    (seeds without a record), figures (label: mean, sample standard deviation, n of seeds, by_seed),
-    difference (of the first figure to the first arm, seed by seed), n_test, parameters,
-    new_parameters, trainable, seconds of training, peak_bytes, skip (strength of W_skip by layer,
-    over the seeds), candidates (settings, figures and the figure they were chosen by).
+    (seeds without a record), figures (by name: mean, sample standard deviation, n of seeds,
+    by_seed, n_items: on how many items each was measured, is_share: a share of what is right),
+    differences (by arm that it is compared with, and figure: of runs with the same seed),
+    parameters, new_parameters, trainable, seconds of training, peak_bytes, skip (by layer, over the
+    seeds: the strength of W_skip as a weight and on activations), candidates (settings, seed,
+    figures, the figure they were chosen by, seconds).
+
+    Raises: ValueError if an argument would override what the study sets.
     """
+    study.check(arguments)
     runs = study.runs(arguments, root)
     choosing = study.choosing_runs(arguments)
-    records = {(run.arm, run.seed): run.record(root) for run in runs}
-    label, main = next(iter(study.figures.items()))
-    first = next(iter(study.arms))
-    reference = {seed: main.of(records.get((first, seed))) for seed in study.seeds}
+    records: dict[str, dict[int, Mapping[str, Any]]] = {arm: {} for arm in study.arms}
+    for run in runs:
+        record = run.record(root)
+        if record is not None:
+            records[run.arm][run.seed] = record
     rows = []
-    for arm in study.arms:
-        of_arm = {seed: records[arm, seed] for seed in study.seeds if records.get((arm, seed))}
-        figures = {name: _over_seeds(figure, of_arm) for name, figure in study.figures.items()}
-        pairs = [
-            value - reference[seed]
-            for seed, value in figures[label]["by_seed"].items()
-            if value is not None and reference[seed] is not None
-        ]
-        sizes = {value_at(record, "n", "test") for record in of_arm.values()}
-        assert len(sizes) <= 1, f"runs of arm {arm} were tested on different numbers: {sizes}"
+    for arm, of_arm in records.items():
         one = next(iter(of_arm.values()), None)
         rows.append(
             {
@@ -43,9 +42,12 @@ def summarise(study: Study, root: Path, arguments: Sequence[str] = ()) -> list[d
                 "chosen": next((run.chosen for run in runs if run.arm == arm), None),
                 "seeds": list(of_arm),
                 "missing": [seed for seed in study.seeds if seed not in of_arm],
-                "figures": figures,
-                "difference": None if arm == first else mean_spread(pairs),
-                "n_test": next(iter(sizes), None),
+                "figures": {name: _over_seeds(f, of_arm) for name, f in study.figures.items()},
+                "differences": {
+                    other: _differences(study, of_arm, records[other])
+                    for other in study.against
+                    if other != arm
+                },
                 "parameters": value_at(one, "parameters", "total"),
                 "new_parameters": value_at(one, "parameters", "new"),
                 "trainable": value_at(one, "parameters", "trainable"),
@@ -62,14 +64,30 @@ def summarise(study: Study, root: Path, arguments: Sequence[str] = ()) -> list[d
 
 def _over_seeds(figure: Figure, records: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     by_seed = {seed: figure.of(record) for seed, record in records.items()}
-    return {**mean_spread(by_seed.values()), "by_seed": by_seed}
+    items = {n for record in records.values() if (n := figure.n_of(record)) is not None}
+    return {
+        **mean_spread(by_seed.values()),
+        "by_seed": by_seed,
+        "n_items": sorted(items),
+        "is_share": figure.is_share,
+    }
+
+
+def _differences(
+    study: Study, records: Mapping[int, Mapping[str, Any]], others: Mapping[int, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name, figure in study.figures.items():
+        pairs = [(figure.of(records[s]), figure.of(others[s])) for s in records if s in others]
+        found[name] = mean_spread(a - b for a, b in pairs if a is not None and b is not None)
+    return found
 
 
 def _spread_at(records: Iterable[Mapping[str, Any]], *path: str) -> dict[str, Any]:
     return mean_spread(value_at(record, *path) for record in records)
 
 
-def _candidate(study: Study, run: Any, record: Mapping[str, Any] | None) -> dict[str, Any]:
+def _candidate(study: Study, run: Run, record: Mapping[str, Any] | None) -> dict[str, Any]:
     assert study.choice is not None, "an arm with candidates"
     return {
         "settings": run.candidate,
@@ -81,51 +99,107 @@ def _candidate(study: Study, run: Any, record: Mapping[str, Any] | None) -> dict
 
 
 def _skip_by_layer(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    by_layer: dict[int, list[float]] = {}
+    by_layer: dict[int, list[Mapping[str, Any]]] = {}
     for record in records:
         for entry in record.get("skip_strength") or ():
-            by_layer.setdefault(entry["layer"], []).append(entry["weight"])
-    return [{"layer": layer, **mean_spread(values)} for layer, values in sorted(by_layer.items())]
+            by_layer.setdefault(entry["layer"], []).append(entry)
+    return [
+        {"layer": layer} | {k: mean_spread(entry.get(k) for entry in of_layer) for k in STRENGTHS}
+        for layer, of_layer in sorted(by_layer.items())
+    ]
 
 
 def markdown(study: Study, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows of `summarise` as Markdown: arms, and candidates; what is missing is a dash."""
-    label, main = next(iter(study.figures.items()))
+    """The rows of `summarise` as tables in Markdown; what is missing is a dash."""
+    parts = [_means(study, rows)]
+    parts += [_compared(study, rows, other) for other in study.against if len(rows) > 1]
+    if any(row["seeds"] for row in rows):
+        parts.append(_by_seed(study, rows))
+    if any(row["candidates"] for row in rows):
+        parts.append(_candidates(study, rows))
+    return "\n".join(parts)
+
+
+def _means(study: Study, rows: Sequence[Mapping[str, Any]]) -> str:
     choice = any(row["candidates"] for row in rows)
-    head = ["arm", *(["chosen"] if choice else []), "parameters", "new", "trained", *study.figures]
-    head += ["by seed", "difference", "seconds", "peak GiB", "n"]
+    head = ["arm", *(["chosen"] if choice else []), "parameters", "new", "trained"]
+    head += [_with_n(name, rows) for name in study.figures]
+    head += ["seconds", "peak GiB", "seeds"]
     table = []
     for row in rows:
-        seeds = row["figures"][label]["by_seed"].items()
-        cells = [row["arm"], *([told(row["chosen"] or {}) or "–"] if choice else [])]
-        counts = ("parameters", "new_parameters", "trainable")
-        cells += [_number(row[name], ",d") for name in counts]
-        cells += [_spread(row["figures"][name], f.form) for name, f in study.figures.items()]
+        chosen = study.told(row["arm"], row["chosen"], edges=True) or "–"
+        cells = [row["arm"], *([chosen] if choice else [])]
+        cells += [_cell(row[k], ",d") for k in ("parameters", "new_parameters", "trainable")]
+        for name, figure in study.figures.items():
+            found, seeds = row["figures"][name], len(row["seeds"])
+            some = "" if found["n"] in (0, seeds) else f" ({found['n']} of {seeds} seeds)"
+            cells.append(_spread(found, figure.form) + some)
         cells += [
-            ", ".join(f"{seed}: {_number(v, main.form)}" for seed, v in seeds) or "–",
-            "–" if row["difference"] is None else _spread(row["difference"], f"+{main.form}"),
             _spread(row["seconds"], ".0f"),
             _spread(_scaled(row["peak_bytes"], 2**-30), ".2f"),
-            f"{_number(row['n_test'], ',d')} x {len(row['seeds'])} seeds",
+            ", ".join(map(str, row["seeds"])) or "none",
         ]
         table.append(cells)
-    text = _table(head, table)
-    if choice:
-        by = study.choice.by
-        head = ["arm", "candidate", by, *study.figures, "seconds"]
-        table = [
-            [
-                row["arm"],
-                told(found["settings"]),
-                _number(found[by], ".4f"),
-                *(_number(found["figures"][name], f.form) for name, f in study.figures.items()),
-                _number(found["seconds"], ".0f"),
-            ]
-            for row in rows
-            for found in row["candidates"]
+    return "Mean ± standard deviation over seeds\n\n" + _table(head, table)
+
+
+def _compared(study: Study, rows: Sequence[Mapping[str, Any]], other: str) -> str:
+    table = [
+        [row["arm"]]
+        + [
+            _spread(row["differences"][other][name], f"+{figure.form}")
+            for name, figure in study.figures.items()
         ]
-        text += "\n" + _table(head, table)
-    return text
+        + [str(max(found["n"] for found in row["differences"][other].values()))]
+        for row in rows
+        if row["arm"] != other
+    ]
+    head = ["arm", *study.figures, "pairs"]
+    return f"Difference to {other}, between runs with the same seed\n\n" + _table(head, table)
+
+
+def _by_seed(study: Study, rows: Sequence[Mapping[str, Any]]) -> str:
+    table = [
+        [row["arm"], str(seed)]
+        + [_cell(row["figures"][n]["by_seed"][seed], f.form) for n, f in study.figures.items()]
+        for row in rows
+        for seed in row["seeds"]
+    ]
+    return "Every run\n\n" + _table(["arm", "seed", *study.figures], table)
+
+
+def _candidates(study: Study, rows: Sequence[Mapping[str, Any]]) -> str:
+    assert study.choice is not None, "an arm with candidates"
+    by = study.choice.by
+    table = [
+        [
+            row["arm"],
+            study.told(row["arm"], found["settings"]) + (" *" if _is_chosen(row, found) else ""),
+            _cell(found[by], ".4f"),
+            *(_cell(found["figures"][name], f.form) for name, f in study.figures.items()),
+            _cell(found["seconds"], ".0f"),
+        ]
+        for row in rows
+        for found in row["candidates"]
+    ]
+    head = ["arm", "candidate", by, *study.figures, "seconds"]
+    return f"{choosing_title(study)} (* chosen)\n\n" + _table(head, table)
+
+
+def choosing_title(study: Study) -> str:
+    """What the candidates are, for a heading."""
+    assert study.choice is not None, "a study that chooses"
+    words = [f"{key.rpartition('.')[2]} {value}" for key, value in study.choice.settings.items()]
+    return ", ".join(["Candidates", *words, f"seed {study.choice.seed}"])
+
+
+def _is_chosen(row: Mapping[str, Any], candidate: Mapping[str, Any]) -> bool:
+    return bool(row["chosen"]) and row["chosen"] == candidate["settings"]
+
+
+def _with_n(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    items = sorted({n for row in rows for n in row["figures"][name]["n_items"]})
+    return f"{name} (n = {' or '.join(f'{n:,}' for n in items)})" if items else name
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -144,5 +218,5 @@ def _spread(figure: Mapping[str, Any], form: str) -> str:
     return f"{format(figure['mean'], form)}{spread}"
 
 
-def _number(value: Any, form: str) -> str:
+def _cell(value: Any, form: str) -> str:
     return "–" if value is None else format(value, form)

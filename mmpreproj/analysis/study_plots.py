@@ -1,0 +1,216 @@
+"""Pictures of a study, from the rows of `mmpreproj.analysis.summary.summarise`.
+
+An arm has the same colour in all of them. `mmpreproj.analysis.plots.write` saves them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from mmpreproj.analysis.plots import BLUE, GREEN, GREY, ORANGE, canvas, finite, short, tidy
+
+COLOURS = (GREY, BLUE, ORANGE, GREEN, "#805ad5", "#c53030", "#0d9488", "#b7791f")
+STYLES = ("o-", "s--", "^:", "v-.")
+FAR = 1.5  # ranges of the other arms: an arm further off is told, and not drawn
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def arms_by_seed(rows: Rows, title: str = "") -> Figure:
+    """A panel for each figure of the study: a point for every seed of every arm, and the mean."""
+    names = list(rows[0]["figures"])
+    columns = min(3, len(names))
+    lines = math.ceil(len(names) / columns)
+    figure = canvas(Figure(figsize=(4.4 * columns, 3.3 * lines + 0.4), layout="constrained"))
+    axes = figure.subplots(lines, columns, squeeze=False).flat
+    for axis, name in zip(axes, names, strict=False):
+        tidy(axis)
+        values = [_values(row, name) for row in rows]
+        far = _far(values)
+        for place, found in enumerate(values):
+            if place in far:
+                continue
+            axis.plot([place] * len(found), found, "o", color=_colour(place), ms=6, alpha=0.7)
+            if found:
+                mean = sum(found) / len(found)
+                axis.plot([place - 0.3, place + 0.3], [mean, mean], color=_colour(place), lw=2)
+        axis.set_xticks(range(len(rows)), [short(row["arm"], 18) for row in rows], fontsize=8)
+        axis.tick_params("x", rotation=25 if len(rows) > 3 else 0)
+        axis.set_xlim(-0.6, len(rows) - 0.4)
+        form = ".1%" if _is_share(rows, name) else ".4g"
+        off = [f"{rows[i]['arm']}: {sum(values[i]) / len(values[i]):{form}}" for i in far]
+        note = f"\noff the scale: {', '.join(off)}" if off else ""
+        axis.set_title(f"{name}{_items(rows, name)}{note}", fontsize=10)
+        _scale(axis.yaxis, rows, name)
+    for axis in list(axes)[len(names) :]:
+        axis.set_axis_off()
+    seeds = max((len(row["seeds"]) for row in rows), default=0)
+    figure.suptitle(f"{title}: every seed ({seeds}), and the mean".lstrip(": "), fontsize=11)
+    return figure
+
+
+def skip_by_layer(rows: Rows, title: str = "") -> Figure | None:
+    """How strong each arm's skip is in each layer: as a weight, and beside attention.
+
+    Mean over the seeds, with the standard deviation. None where no arm has a skip.
+    """
+    drawn = [(place, row) for place, row in enumerate(rows) if row["skip"]]
+    if not drawn:
+        return None
+    labels = {
+        "weight": ("Weights", "$\\Vert W_{skip}\\Vert_F\\;/\\;\\sqrt{D}$"),
+        "activation": (
+            "Activations",
+            "$\\Vert W_{skip}\\,\\tilde{x}\\Vert\\;/\\;\\Vert attention\\Vert$",
+        ),
+    }
+    figure = canvas(Figure(figsize=(11, 3.8), layout="constrained"))
+    for axis, (key, (name, label)) in zip(figure.subplots(1, 2), labels.items(), strict=True):
+        tidy(axis)
+        for place, row in drawn:
+            layers = [entry["layer"] for entry in row["skip"]]
+            means = [_or_nan(entry[key]["mean"]) for entry in row["skip"]]
+            spread = [entry[key]["std"] or 0.0 for entry in row["skip"]]
+            axis.errorbar(
+                layers, means, spread, marker="o", ms=4, color=_colour(place), label=row["arm"]
+            )
+        axis.set(title=name, xlabel="layer (from 0)", ylabel=label)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.set_ylim(bottom=0)
+        axis.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{title}: content skip by layer, mean over seeds".lstrip(": "), fontsize=11)
+    return figure
+
+
+def frontier(rows: Rows, learned: str, kept: Sequence[str], title: str = "") -> Figure:
+    """Learning against keeping: a small point for every candidate, joined in order of rate, with a
+    ring where it was chosen; a star for an arm's runs with all seeds; a level for an arm that had
+    nothing to choose.
+
+    Args:
+        learned: the figure on the x axis, of text of the training kind.
+        kept: the figures on the y axes, a panel each.
+    """
+    figure = canvas(Figure(figsize=(5.2 * len(kept), 5.4), layout="constrained"))
+    for axis, name in zip(figure.subplots(1, len(kept), squeeze=False)[0], kept, strict=True):
+        tidy(axis, "both")
+        for place, row in enumerate(rows):
+            colour = _colour(place)
+            for style, (kind, points) in zip(
+                STYLES * len(rows), _lines(row, learned, name).items(), strict=False
+            ):
+                label = f"{row['arm']}{f' ({kind})' if kind else ''}"
+                xs, ys = [p[0] for p in points], [p[1] for p in points]
+                axis.plot(xs, ys, style, color=colour, ms=4, lw=1, alpha=0.8, label=label)
+                for x, y, rate, chosen in points:
+                    axis.annotate(f" {rate}", (x, y), fontsize=6.5, color=colour)
+                    if chosen:
+                        axis.plot(x, y, "o", ms=11, mfc="none", color=colour)
+            x, y = row["figures"][learned], row["figures"][name]
+            if None in (x["mean"], y["mean"]):
+                continue
+            if not row["candidates"]:  # the base, mostly, which has learned nothing
+                label = f"{row['arm']} (its {learned}: {x['mean']:.4g})"
+                axis.axhline(y["mean"], color=colour, ls=":", label=label)
+            else:
+                axis.errorbar(
+                    x["mean"],
+                    y["mean"],
+                    y["std"] or 0.0,
+                    x["std"] or 0.0,
+                    "*",
+                    color=colour,
+                    ms=13,
+                    mec="black",
+                    mew=0.6,
+                    label=f"{row['arm']}, final",
+                )
+        axis.set(xlabel=_better(rows, learned), ylabel=_better(rows, name))
+        _scale(axis.xaxis, rows, learned)
+        _scale(axis.yaxis, rows, name)
+    handles: dict[str, Any] = {}
+    for axis in figure.axes:
+        handles |= {k: v for v, k in zip(*axis.get_legend_handles_labels(), strict=True)}
+    if handles:
+        order = sorted(handles, key=lambda label: label.endswith(", final"))
+        figure.legend(
+            [handles[label] for label in order],
+            order,
+            loc="outside lower center",
+            ncols=4,
+            handlelength=3,
+            frameon=False,
+            fontsize=8,
+        )
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def _lines(
+    row: Mapping[str, Any], learned: str, kept: str
+) -> dict[str, list[tuple[float, float, str, bool]]]:
+    """{what else was tried: [(learned, kept, rate, chosen), …] by rate}, of an arm's candidates."""
+    lines: dict[str, list[tuple[float, float, str, bool]]] = {}
+    for found in row["candidates"]:
+        settings = dict(found["settings"])
+        rate = next((settings.pop(key) for key in list(settings) if key.endswith("lr")), "")
+        point = (finite(found["figures"][learned]), finite(found["figures"][kept]))
+        if None not in point:
+            scales = [
+                f"scale {o['scale']:g}" if isinstance(o, Mapping) and "scale" in o else str(o)
+                for o in settings.values()
+            ]
+            chosen = bool(row["chosen"]) and row["chosen"] == found["settings"]
+            lines.setdefault(", ".join(scales), []).append((*point, str(rate), chosen))
+    return {
+        kind: sorted(points, key=lambda p: float(p[2]) if p[2] else 0.0)
+        for kind, points in lines.items()
+    }
+
+
+def _values(row: Mapping[str, Any], name: str) -> list[float]:
+    found = map(finite, row["figures"][name]["by_seed"].values())
+    return [value for value in found if value is not None]
+
+
+def _far(values: Sequence[Sequence[float]]) -> list[int]:
+    """Arms so far off that the others would fall into one line."""
+    far = []
+    if len([found for found in values if found]) > 2:
+        for place, found in enumerate(values):
+            rest = [v for other, vs in enumerate(values) if other != place for v in vs]
+            room = FAR * (max(rest) - min(rest))
+            if found and room and (min(found) > max(rest) + room or max(found) < min(rest) - room):
+                far.append(place)
+    return far
+
+
+def _colour(place: int) -> str:
+    return COLOURS[place % len(COLOURS)]
+
+
+def _is_share(rows: Rows, name: str) -> bool:
+    return any(row["figures"][name]["is_share"] for row in rows)
+
+
+def _scale(axis: Any, rows: Rows, name: str) -> None:
+    if _is_share(rows, name):
+        axis.set_major_formatter(PercentFormatter(1.0, decimals=1))
+
+
+def _better(rows: Rows, name: str) -> str:
+    return f"{name} ({'higher' if _is_share(rows, name) else 'lower'} is better)"
+
+
+def _items(rows: Rows, name: str) -> str:
+    items = sorted({n for row in rows for n in row["figures"][name]["n_items"]})
+    return f" (n = {' or '.join(f'{n:,}' for n in items)})" if items else ""
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
