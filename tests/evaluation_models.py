@@ -13,6 +13,24 @@ What else could it be? A stone, a small stone; the old man held the small stone 
 """
 
 
+@torch.no_grad()
+def by_hand(model, tokenizer, context, continuation):
+    """(sum of log-probabilities in float64, greedy, number) from the logits of all that is read."""
+    before = tokenizer(context)["input_ids"]
+    ids = torch.tensor([tokenizer(context + continuation)["input_ids"]])
+    logits = model(ids[:, :-1]).logits[0, len(before) - 1 :].double()
+    wanted = ids[0, len(before) :]
+    picked = logits.log_softmax(-1).gather(1, wanted[:, None])
+    return picked.sum().item(), bool((logits.argmax(-1) == wanted).all()), len(wanted)
+
+
+def questions(n=4):
+    """Contexts that are long enough to be shared, each with three continuations."""
+    words = TEXT.split()
+    contexts = [" ".join(words[i : i + 9 + i]) for i in range(n)]
+    return [(c, end) for c in contexts for end in (" stone", " the old man", " be? A small stone")]
+
+
 def byte_tokenizer(merges=0, bos=False, specials=("<s>", "</s>"), adds_bos=False, **keywords):
     """Byte-level BPE: 256 bytes, `merges` pairs learned from TEXT, then the special tokens.
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import textwrap
 
 import pytest
 
@@ -16,7 +17,7 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from mmpreproj import save  # noqa: E402
-from mmpreproj.evaluation import ChoiceItem, choices  # noqa: E402
+from mmpreproj.evaluation import ChoiceItem, choices, harness  # noqa: E402
 from mmpreproj.evaluation.harness import MMPreProjLM  # noqa: E402
 
 WORDS = TEXT.split()
@@ -181,6 +182,17 @@ def test_a_peft_folder_serves_as_adapter(tmp_path):
     lm = MMPreProjLM(pretrained=str(tmp_path / "base"), adapter=str(tmp_path / "lora"))
     found = lm.loglikelihood(asked)
     assert [v for v, _ in found] == pytest.approx([v for v, _ in expected], abs=1e-5)
+
+
+def test_the_example_of_the_module_is_code_that_runs_as_it_stands():
+    tokenizer = byte_tokenizer(merges=60, bos=True)
+    model = random_model("llama", tokenizer)
+    _, example, _ = harness.__doc__.split("\n\n", 2)
+    code = textwrap.dedent(example.replace('tasks=["lambada_openai"]', "tasks=tasks"))
+    task = {"lm_eval": None, "model": model, "tokenizer": tokenizer, "tasks": []}
+    with pytest.raises(ValueError, match="No tasks specified"):  # as the harness says it
+        exec(code, task)
+    assert task["MMPreProjLM"] is MMPreProjLM
 
 
 def test_a_model_or_a_name_is_needed_and_not_both():

@@ -1,7 +1,9 @@
 """Items from files: which columns, which join, and what is said of a bad line."""
 
+import bz2
 import gzip
 import json
+import lzma
 
 import pytest
 
@@ -73,11 +75,13 @@ def test_every_kind_of_file_gives_the_same_items(tmp_path):
     assert [item.gold for item in expected] == [0, 1, 2]
     text = (tmp_path / "a.jsonl").read_bytes()
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(text))
+    (tmp_path / "b.jsonl.bz2").write_bytes(bz2.compress(text))
+    (tmp_path / "b.json.xz").write_bytes(lzma.compress(text))
     (tmp_path / "c.json").write_bytes(b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n\r\n"))
     table = datasets.Dataset.from_list(rows)
     table.to_parquet(tmp_path / "d.parquet")
     table.save_to_disk(tmp_path / "e")
-    for name in ("b.jsonl.gz", "c.json", "d.parquet", "e"):
+    for name in ("b.jsonl.gz", "b.jsonl.bz2", "b.json.xz", "c.json", "d.parquet", "e"):
         assert read_choices(tmp_path / name) == expected, name
 
 
@@ -125,6 +129,27 @@ def test_what_is_no_file_of_items_says_what_would_be(tmp_path):
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match="not a parquet file"):
         read_choices(tmp_path / "broken.parquet")
+
+
+@pytest.mark.parametrize("end", [12, 60, -5])
+def test_a_damaged_packed_file_is_named(tmp_path, end):
+    row = json.dumps(CHOICES).encode() + b"\n"
+    path = tmp_path / "items.jsonl.gz"
+    path.write_bytes(gzip.compress(row * 1000)[:end])
+    with pytest.raises(ValueError, match=r"items\.jsonl\.gz cannot be unpacked"):
+        read_choices(path)
+    path.write_bytes(b"no gzip")
+    with pytest.raises(ValueError, match=r"items\.jsonl\.gz cannot be unpacked"):
+        read_choices(path)
+
+
+def test_of_a_folder_of_several_data_sets_one_has_to_be_named(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([CHOICES])
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "both")
+    with pytest.raises(ValueError, match="several data sets.*both/test, .*both/train"):
+        read_choices(tmp_path / "both")
+    assert len(read_choices(tmp_path / "both" / "test")) == 1
 
 
 def test_a_hub_name_without_the_hub_is_a_connection_error(monkeypatch):

@@ -10,17 +10,17 @@ import torch  # noqa: E402
 from evaluation_models import (  # noqa: E402
     TEXT,
     bigram_model,
+    by_hand,
     byte_tokenizer,
     position_model,
+    questions,
     random_model,
 )
-from helpers import perturb  # noqa: E402
-from transformers_models import DECODERS, tiny  # noqa: E402
+from transformers_models import tiny  # noqa: E402
 
-from mmpreproj import attach  # noqa: E402
-from mmpreproj.evaluation import Scorer  # noqa: E402
+from mmpreproj.backbones.tokenizers import tokenizer_hash  # noqa: E402
+from mmpreproj.evaluation import Scorer, scoring  # noqa: E402
 from mmpreproj.evaluation.encoding import Request, windows  # noqa: E402
-from mmpreproj.evaluation.shared import partition  # noqa: E402
 
 WORDS = TEXT.split()
 
@@ -32,23 +32,6 @@ def mixed_pairs(n=20):
     for i in torch.randperm(n, generator=generator).tolist():
         pairs.append((" ".join(WORDS[: i + 1]), " " + " ".join(WORDS[i + 1 :][: 1 + i % 4])))
     return pairs
-
-
-def questions(n=4):
-    """Contexts that are long enough to be shared, each with three continuations."""
-    contexts = [" ".join(WORDS[i : i + 9 + i]) for i in range(n)]
-    return [(c, end) for c in contexts for end in (" stone", " the old man", " be? A small stone")]
-
-
-@torch.no_grad()
-def by_hand(model, tokenizer, context, continuation):
-    """(sum of log-probabilities in float64, greedy, number) from the whole logits of one text."""
-    before = tokenizer(context)["input_ids"]
-    ids = torch.tensor([tokenizer(context + continuation)["input_ids"]])
-    logits = model(ids).logits[0, len(before) - 1 : -1].double()
-    wanted = ids[0, len(before) :]
-    picked = logits.log_softmax(-1).gather(1, wanted[:, None])
-    return picked.sum().item(), bool((logits.argmax(-1) == wanted).all()), len(wanted)
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "gptj", "gemma2", "cohere", "granite"])
@@ -77,62 +60,6 @@ def test_scores_depend_on_neither_batch_size_nor_order_nor_other_items(name):
         assert [s.logprob for s in found[::-1]] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", DECODERS)
-def test_a_shared_context_changes_no_score_on_any_decoder(name):
-    model = perturb(attach(tiny(name)))
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(n):
-        return torch.randint(3, 99, (n,), generator=generator).tolist()
-
-    # longer than the sliding windows of 4 that some of these have
-    contexts = [draw(n) for n in (9, 30, 17)]
-    requests = [Request(context + draw(n), n) for context in contexts for n in (1, 3, 12, 3)]
-    tokenizer = byte_tokenizer()  # its ids are not used
-    tokenizer.eos_token = None
-    shared = Scorer(model, tokenizer)
-    assert shared.shared.exact
-    found = [score.logprob for score in shared.score(requests)]
-    alone = Scorer(model, tokenizer, share_contexts=False, batch_size=1).score(requests)
-    assert found == pytest.approx([s.logprob for s in alone], abs=2e-5)  # float32, sums near -90
-
-
-def test_a_shared_context_is_run_once():
-    tokenizer = byte_tokenizer(merges=60)
-    model = random_model("llama", tokenizer)
-    read = []
-    scorer = Scorer(model, tokenizer)
-    assert scorer.shared.exact
-    model.get_input_embeddings().register_forward_pre_hook(
-        lambda module, args: read.append(args[0].numel())
-    )
-    pairs = questions(1)
-    n_context = len(tokenizer(pairs[0][0])["input_ids"])
-    scorer.loglikelihood(pairs)
-    # all but the last token of each continuation, in one run: padded to the longest
-    longest = max(len(tokenizer(end)["input_ids"]) - 1 for _, end in pairs)
-    assert read[0] == n_context and sum(read[1:]) <= 3 * longest
-
-
-def test_a_model_that_cannot_share_a_context_exactly_says_so_and_scores_plainly(caplog):
-    config = transformers.MambaConfig(
-        vocab_size=330, hidden_size=32, num_hidden_layers=2, state_size=8, pad_token_id=0
-    )
-    tokenizer = byte_tokenizer(merges=60)
-    model = transformers.MambaForCausalLM(config).eval()  # keeps a state, no keys and values
-    found = Scorer(model, tokenizer).loglikelihood(questions())
-    assert "MambaForCausalLM" in caplog.text and "run once" in caplog.text
-    for score, pair in zip(found, questions(), strict=True):
-        assert score.logprob == pytest.approx(by_hand(model, tokenizer, *pair)[0], abs=1e-4)
-
-
-def test_runs_of_ragged_rows_cost_the_fewest_tokens():
-    # 30 alone; the eight of 3 together: 30 + 24 + 2 runs, against 9 * 30 in one
-    assert partition([30, *[3] * 8], run_tokens=10) == [(0, 1), (1, 9)]
-    assert partition([30, 29, 28], run_tokens=10) == [(0, 3)]
-    assert partition([], run_tokens=10) == []
-
-
 def test_bfloat16_models_are_scored_in_float32():
     tokenizer = byte_tokenizer(merges=60)
     model = tiny("llama", vocab_size=50_000, hidden_size=16).to(torch.bfloat16)
@@ -142,6 +69,60 @@ def test_bfloat16_models_are_scored_in_float32():
         # the model's bfloat16 logits, taken on in float64. They are of order 10: one rounding of a
         # bfloat16 log-probability would be 0.03
         assert score.logprob == pytest.approx(by_hand(model, tokenizer, *pair)[0], abs=0.02)
+
+
+def test_logits_that_are_made_in_pieces_give_the_same_scores(monkeypatch):
+    tokenizer = byte_tokenizer(merges=60)
+    model = random_model("llama", tokenizer)
+    scorer = Scorer(model, tokenizer)
+    rows = []
+    logits = type(scorer.head).logits
+    monkeypatch.setattr(
+        *(type(scorer.head), "logits"),
+        lambda head, hidden: (rows.append(len(hidden)), logits(head, hidden))[1],
+    )
+    monkeypatch.setattr(scoring, "_LOGITS", 3 * len(tokenizer))
+    pairs = mixed_pairs() + questions()
+    for found, pair in zip(scorer.loglikelihood(pairs), pairs, strict=True):
+        logprob, greedy, n = by_hand(model, tokenizer, *pair)
+        assert found.logprob == pytest.approx(logprob, abs=1e-4)
+        assert (found.greedy, found.n_tokens) == (greedy, n)
+    assert max(rows) == 3 and len(rows) > len(pairs)
+
+
+@torch.no_grad()
+def test_a_log_likelihood_that_is_no_number_names_its_request():
+    tokenizer = byte_tokenizer()
+    model = random_model("gptj", tokenizer)
+    scorer = Scorer(model, tokenizer)
+    pairs = [("The old", " man"), ("The q", " man"), ("The", " old man")]
+    model.lm_head.bias[
+        tokenizer(" ")["input_ids"]
+    ] = -math.inf  # what has no probability is not an error
+    assert [score.logprob for score in scorer.loglikelihood(pairs)] == [-math.inf] * 3
+    model.get_input_embeddings().weight[tokenizer("q")["input_ids"]] = math.nan
+    assert scorer.loglikelihood(pairs[::2])
+    with pytest.raises(ValueError, match="request 1: .*' man' is NaN.*logits are not finite"):
+        scorer.loglikelihood(pairs)
+
+
+@torch.no_grad()
+def test_a_model_of_weights_that_are_no_numbers_is_told_as_that():
+    model = random_model("llama")
+    model.model.norm.weight.fill_(math.nan)
+    with pytest.raises(ValueError, match="hidden states of LlamaForCausalLM are not finite"):
+        Scorer(model, byte_tokenizer())
+
+
+def test_a_scorer_describes_what_it_computes_in():
+    tokenizer = byte_tokenizer()
+    scorer = Scorer(random_model("llama", tokenizer), tokenizer)
+    facts = scorer.describe()
+    assert (facts["dtype"], facts["autocast"]) == ("float32", None)
+    assert facts["tokenizer"]["hash"] == tokenizer_hash(tokenizer)
+    with torch.autocast("cpu", torch.bfloat16):
+        facts = scorer.describe()
+    assert (facts["dtype"], facts["autocast"]) == ("float32", "bfloat16")
 
 
 def test_a_peft_model_scores_as_the_model_it_was_merged_into():
@@ -271,6 +252,16 @@ def test_ids_beyond_the_embedding_are_refused_with_both_numbers():
     model = random_model("llama", vocab_size=256)
     with pytest.raises(ValueError, match=r"id \d+, but the model has 256 embeddings"):
         Scorer(model, tokenizer).loglikelihood([("The old", " man")])
+    # ids from 0 to 315: the last one is in, the next one out
+    last = tokenizer.convert_ids_to_tokens(315)
+    assert last not in tokenizer.all_special_tokens and len(tokenizer) == 318
+    text = tokenizer.convert_tokens_to_string([last])
+    assert tokenizer(text)["input_ids"] == [315]
+    fits = Scorer(random_model("llama", vocab_size=316), tokenizer).encoder
+    assert fits.encode([text]) == [[315]]
+    beyond = Scorer(random_model("llama", vocab_size=315), tokenizer).encoder
+    with pytest.raises(ValueError, match="id 315, but the model has 315 embeddings"):
+        beyond.encode([text])
 
 
 @pytest.mark.parametrize("options", [{"batch_tokens": 0}, {"batch_size": 0}, {"max_length": 0}])

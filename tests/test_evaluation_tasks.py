@@ -153,6 +153,54 @@ def test_texts_start_afresh():
     assert both == pytest.approx(sum(apart), rel=1e-6)
 
 
+def test_a_ratio_of_perplexities_is_the_first_over_the_second():
+    text = "the small stone"
+    a = perplexity(uniform(), text)
+    b = perplexity(Scorer(bigram_model(torch.ones(330, 330)), byte_tokenizer()), text)
+    assert perplexity_ratio(a, b) == pytest.approx(258 / 330, rel=1e-5)
+    assert perplexity_ratio(b, a, "token") == pytest.approx(330 / 258, rel=1e-5)
+    # 14 bytes are 3 words: "he small stone"
+    assert perplexity_ratio(a, b, "word") == pytest.approx((258 / 330) ** (14 / 3), rel=1e-5)
+
+
+def test_perplexities_that_no_float_holds_have_a_ratio():
+    table = torch.full((V, V), 4000.0)
+    text = "the stone"
+    table[:, byte_tokenizer()(text)["input_ids"]] = 0.0  # 8 tokens at exp(-4000) each, or less
+    a = perplexity(Scorer(bigram_model(table), byte_tokenizer()), text)
+    table[:, byte_tokenizer()(text)["input_ids"]] = 1.0
+    b = perplexity(Scorer(bigram_model(table), byte_tokenizer()), text)
+    assert a["byte_perplexity"]["value"] is b["byte_perplexity"]["value"] is None
+    assert perplexity_ratio(a, b) == pytest.approx(math.e, rel=1e-3)
+    assert perplexity_ratio(a, perplexity(uniform(), text)) == math.inf
+    assert perplexity_ratio(perplexity(uniform(), text), a) == 0.0
+
+
+def test_perplexities_of_different_rules_do_not_compare():
+    text = "the small stone in his hand"
+    a = perplexity(uniform(), text, window=16, stride=8)
+    for b, told in (
+        (perplexity(uniform(), text, window=10, stride=8), "window is 16 .*, 10"),
+        (perplexity(uniform(), text, window=16, stride=4), "stride is 8 .*, 4"),
+        (a | {"first_token_counts": True}, "first_token_counts is False .*, True"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            perplexity_ratio(a, b)
+    one = perplexity(uniform(), "s ")
+    with pytest.raises(ValueError, match="no words that count"):
+        perplexity_ratio(one, one, "word")
+
+
+def test_items_whose_context_was_cut_are_counted():
+    scorer = uniform(positions=16)
+    # 16 are read: of 4 and 5 tokens scored, 13 and 12 of context stay
+    lengths = (20, 13, 12)
+    found = lambada(scorer, [LambadaItem("x" * n, " sun") for n in (14, *lengths)])
+    assert (found["n_cut"], found["accuracy"]["n"]) == (2, 4)
+    items = [ChoiceItem("x" * n, ("sun", "moon"), 0) for n in lengths]
+    assert choices(scorer, items)["n_cut"] == 2  # by one choice of the second, by none of the third
+
+
 def test_perplexities_compare_only_where_they_can():
     text = "the small stone"
     a = perplexity(uniform(), text)

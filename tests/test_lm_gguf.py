@@ -1,6 +1,13 @@
 """GGUF files: what they become, and the cache of what was unpacked."""
 
 import json
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import weakref
 
 import pytest
 
@@ -144,6 +151,70 @@ def test_without_a_cache_a_gguf_file_loads_all_the_same(gguf_file, tmp_path, mon
     model = load_language_model(path, dtype="bfloat16").model
     assert torch.equal(model.lm_head.weight, reference.lm_head.weight.bfloat16())
     assert "is unpacked anew each time" in caplog.text
+
+
+def test_a_full_disk_leaves_the_model_without_a_cache(gguf_file, tmp_path, caplog):
+    path, reference = gguf_file
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # bytes of any file; weights are more
+    try:
+        model = load_language_model(path).model
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert torch.equal(model.lm_head.weight, reference.lm_head.weight)
+    assert "is unpacked anew each time" in caplog.text
+    names = [folder.name for folder in (tmp_path / "cache/mmpreproj/models").iterdir()]
+    assert all("-tokenizer-" in name for name in names)
+
+
+KILLED = """
+import sys, time
+from mmpreproj.backbones.text_sources import unpacked
+def write(folder):
+    (folder / "half").write_bytes(b"0")
+    print("written", flush=True)
+    time.sleep(60)
+unpacked(sys.argv[1], "model", write)
+"""
+
+
+def test_the_rest_of_a_killed_process_is_cleared_and_a_folder_is_open_to_others(tmp_path):
+    path = tmp_path / "a.gguf"
+    path.write_bytes(b"GGUF")
+    process = subprocess.Popen([sys.executable, "-c", KILLED, path], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"written\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    cache = tmp_path / "cache/mmpreproj/models"
+    assert len(list(cache.iterdir())) == 1
+    mask = os.umask(0o022)
+    try:
+        folder = text_sources.unpacked(path, "model", lambda f: (f / "whole").write_text(""))
+    finally:
+        os.umask(mask)
+    assert list(cache.iterdir()) == [folder] and [f.name for f in folder.iterdir()] == ["whole"]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+
+
+def test_the_model_that_is_unpacked_is_gone_before_the_cached_one_loads(gguf_file, monkeypatch):
+    made, alive = [], []
+    read, load = text._read_gguf, transformers.AutoModelForCausalLM.from_pretrained
+
+    def watched(auto, *args):
+        found = read(auto, *args)
+        if auto is transformers.AutoModelForCausalLM:
+            made.append(weakref.ref(found.lm_head.weight))
+        return found
+
+    def loading(place, **keywords):
+        if made and "gguf_file" not in keywords:
+            alive.extend(weight() is not None for weight in made)
+        return load(place, **keywords)
+
+    monkeypatch.setattr(text, "_read_gguf", watched)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", loading)
+    load_language_model(gguf_file[0], dtype="bfloat16")
+    assert alive == [False]
 
 
 def test_a_damaged_gguf_file_is_an_error_that_names_it(tmp_path):

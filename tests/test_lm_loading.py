@@ -134,7 +134,7 @@ def test_more_embedding_rows_than_ids_are_left_as_they_are(tmp_path):
 
 def test_ids_without_embedding_rows_are_refused(tmp_path):
     folder = write(tmp_path / "model", tiny("gpt_neox"), words=120)
-    with pytest.raises(ValueError, match=r"ids up to 119, but .* has 99 embedding rows"):
+    with pytest.raises(ValueError, match=r"ids up to 119, the model 99 embedding rows"):
         load_language_model(folder)
 
 
@@ -263,9 +263,10 @@ def test_offline_mode_is_named(monkeypatch):
 def test_files_that_are_not_in_the_cache_need_a_hub(no_hub, monkeypatch):
     source = find_source("nobody/nothing")
     with pytest.raises(ConnectionError):
-        text_sources.require_files(source, ("config.json",))
+        text_sources.require_hub_for(source)
+    assert text_sources.snapshot(source, ("config.json",)) is None
     monkeypatch.setattr(hub, "reachable", lambda endpoint: True)
-    assert text_sources.require_files(source, ("config.json",)) is False
+    text_sources.require_hub_for(source)
 
 
 def test_an_address_that_listens_is_reachable():
@@ -347,7 +348,7 @@ def test_the_same_seed_gives_the_same_model_with_the_method_at_its_start():
         ("llama", {"zzzz": 1}, "has no field 'zzzz'; it has .*hidden_size"),
         ("gpt_neox", {"hidden_size": "wide"}, "does not take config_args=.*hidden_size"),
         ("gpt_neox", {**SMALL, "hidden_size": 30}, "does not take config_args="),
-        ("gpt_neox", {**SMALL, "vocab_size": 50}, "ids up to 98, but gpt_neox has 50 embedding"),
+        ("gpt_neox", {**SMALL, "vocab_size": 50}, "ids up to 98, the model 50 embedding rows"),
     ],
 )
 def test_a_new_model_that_cannot_be_is_an_error_that_says_why(model_type, args, message):

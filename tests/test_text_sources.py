@@ -194,6 +194,39 @@ def test_globs_and_lists_are_taken_and_any_suffix_is_text(tmp_path):
         read([str(tmp_path / "a.log"), str(tmp_path / "*.log")])
 
 
+def test_folders_that_a_glob_gives_are_read_as_named_ones_are(tmp_path):
+    (tmp_path / "sub/deep").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    for name in ("a.txt", "sub/b.txt", "sub/deep/c.md", "sub/.hidden.txt", "z.log"):
+        (tmp_path / name).write_text(name)
+    assert read(str(tmp_path / "*")) == ["a.txt", "sub/b.txt", "sub/deep/c.md", "z.log"]
+    assert read(str(tmp_path / "s*")) == ["sub/b.txt", "sub/deep/c.md"]
+    assert read(str(tmp_path / "*.txt")) == ["a.txt"]
+    # each once, whether the pattern gives it or a folder that it is in
+    every = ["a.txt", "sub/b.txt", "sub/deep/c.md", "z.log"]
+    assert read(str(tmp_path / "**")) == every
+    with pytest.warns(UserWarning, match=r"1 files below .* left out.*z\.log"):
+        assert read(f"{tmp_path}/**/") == every[:-1]
+    (tmp_path / "sub/p.png").write_bytes(b"x")
+    with pytest.warns(UserWarning, match=r"1 files below .* left out.*p\.png"):
+        assert read(str(tmp_path / "s*")) == ["sub/b.txt", "sub/deep/c.md"]
+    with pytest.raises(FileNotFoundError, match="no file fits the pattern"):
+        parts(str(tmp_path / "e*"))
+
+
+def test_folders_of_hugging_face_datasets_are_sources_wherever_they_lie(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["row 0", "row 1"]}).save_to_disk(tmp_path / "in/rows")
+    (tmp_path / "in/a.txt").write_text("a")
+    for name in ("in", "in/*", "in/**", "**", "*", "in/r*/"):
+        expected = ["row 0", "row 1"] if name == "in/r*/" else ["a", "row 0", "row 1"]
+        assert read(f"{tmp_path}/{name}") == expected, name
+    rows = datasets.Dataset.from_dict({"text": ["x"]})
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "in/splits")
+    with pytest.raises(ValueError, match=r"several data sets.*splits/test, .*splits/train"):
+        parts(str(tmp_path / "in/*"))
+
+
 @pytest.mark.parametrize(
     "name, message",
     [("none.txt", "no such file or folder"), ("*.none", "no file fits the pattern")],

@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from text_data import BOS, EOS, character_tokenizer, ids_of, write_lines
+from transformers import PreTrainedTokenizerFast
 
-from mmpreproj.data.text import TextDataModule, check_tokenizer, pieces, tokenizer_hash
+from mmpreproj.backbones.tokenizers import check_tokenizer, tokenizer_hash
+from mmpreproj.data.text import TextDataModule, pieces
 from mmpreproj.data.text.cache import TokenFile, tokens_of
 from mmpreproj.data.text.pieces import Piece, split_text
 from mmpreproj.data.text.tokenizers import borders, encode, trained_bpe
@@ -83,6 +85,26 @@ def test_tokens_of_pieces_are_those_of_the_whole_text(tmp_path, monkeypatch):
     assert len(found) > 40
     ids = [i for piece in encode(tokenizer, found) for i in piece]
     assert ids == tokenizer(text)["input_ids"]
+
+
+def test_a_mark_that_a_normalizer_puts_before_every_text_is_one_token_a_piece(monkeypatch):
+    import tokenizers
+
+    # Llama 2's rules: "▁" before the text, and for every space
+    normalizers, words = tokenizers.normalizers, ["▁", "a", "b", "ab", "▁a", "▁ab"]
+    merges = [("a", "b"), ("▁", "a"), ("▁", "ab")]
+    model = tokenizers.models.BPE({word: i for i, word in enumerate(words)}, merges)
+    backend = tokenizers.Tokenizer(model)
+    rules = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence(rules)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 16)
+    found = list(split_text("ab " * 40 + "ab", "x"))
+    ids = [encode(tokenizer, [piece])[0] for piece in found]
+    assert len(found) > 5 and {piece[:1] for piece in found[1:]} == {" "}
+    without = ids[0] + [i for piece in ids[1:] for i in piece[1:]]
+    assert without == encode(tokenizer, ["ab " * 40 + "ab"])[0] == [5] * 41
+    assert {piece[0] for piece in ids[1:]} == {0}
 
 
 def test_words_and_bytes_do_not_depend_on_where_pieces_end(tmp_path, monkeypatch):

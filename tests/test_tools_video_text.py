@@ -1,6 +1,10 @@
 """train.py, evaluate.py and predict.py on clips and on text: small runs from YAML, end to end."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +15,9 @@ from test_training_language import llama
 from text_data import character_tokenizer
 
 import mmpreproj
+from mmpreproj.backbones.text import load_language_model
 from mmpreproj.evaluation import Scorer, lambada, read_lambada
+from mmpreproj.evaluation.continuation import continue_text
 from mmpreproj.training import load_run
 from mmpreproj.training.cli import main
 from mmpreproj.training.evaluate import evaluate_main
@@ -180,6 +186,31 @@ def test_prompts_are_continued_by_run_and_by_adapter_alike(language, capsys):
     assert capsys.readouterr().out == by_run and by_run.startswith("a")
     with pytest.raises(ValueError, match="do not fit the model's 64"):
         predict_main([str(run), "a bad", "--tokens", "100"])
+
+
+def test_an_adapter_that_peft_saved_continues_prompts_in_a_process_of_its_own(language, tmp_path):
+    peft = pytest.importorskip("peft")
+    folder, _ = language
+    loaded = load_language_model(folder / "base")
+    torch.manual_seed(1)
+    model = peft.get_peft_model(loaded.model, mmpreproj.PreProjPeftConfig())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "preproj" in name:
+                parameter.normal_(std=0.5)
+    model.save_pretrained(tmp_path / "adapter")
+    expected = continue_text(model.eval(), loaded.tokenizer, "a bad", 12)
+    with model.disable_adapter():
+        assert continue_text(model, loaded.tokenizer, "a bad", 12) != expected
+    tool = Path(__file__).parent.parent / "tools" / "predict.py"
+    words = [str(folder / "base"), "a bad", "--tokens", "12", "--adapter", tmp_path / "adapter"]
+    done = subprocess.run(
+        [sys.executable, tool, *words],
+        env={**os.environ, "PYTHONPATH": str(tool.parent.parent)},
+        **{"capture_output": True, "text": True, "timeout": 300},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == expected.strip()
 
 
 def test_recomputing_a_frozen_model_gives_the_same_gradients(language):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 # Fields of a configuration by which some blocks drop out by themselves, instead of by a module
-_DROPOUT = ("dropout", "hidden_dropout", "attention_dropout")
+_DROPOUT = ("dropout", "hidden_dropout", "attention_dropout", "activation_dropout")
 
 
 def set_checkpointing(model: nn.Module, enable: bool = True) -> None:

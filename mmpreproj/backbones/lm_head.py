@@ -255,6 +255,12 @@ def _check_arithmetic(model: nn.Module, head: LMHead, name: str) -> None:
             handle.remove()
         read, amplified = seen if len(seen) == 2 else (hidden.new_empty(0), hidden)
         found = head.logits(amplified)
+    if not bool(hidden.isfinite().all()):
+        raise ValueError(
+            f"the hidden states of {name} are not finite (NaN or infinity): its weights have "
+            f"diverged, or its activations overflow in {weight.dtype}: use an earlier checkpoint, "
+            "or float32"
+        )
     for what, ours, own in (("hidden states", hidden, read), ("logits", found, expected)):
         if not _close(ours, own, torch.finfo(weight.dtype).eps):
             raise ValueError(

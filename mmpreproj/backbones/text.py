@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from mmpreproj.attach import attach
 from mmpreproj.backbones.text_sources import (
@@ -30,6 +29,7 @@ from mmpreproj.backbones.text_sources import (
     snapshot,
     unpacked,
 )
+from mmpreproj.backbones.tokenizers import check_tokenizer, number_of_ids
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.saving import load
 
@@ -95,7 +95,7 @@ def load_language_model(
         keywords["attn_implementation"] = attn_implementation
     made = _load_tokenizer(find_source(tokenizer) if tokenizer is not None else found)
     model = _load_model(transformers, found, keywords)
-    _check_ids(made, model, str(source))
+    check_tokenizer(made, model.get_input_embeddings().weight.shape[0])
     # what adapters and records name as their base
     model.config._name_or_path = model.name_or_path = found.name
     if isinstance(preproj, PreProjConfig):
@@ -103,6 +103,36 @@ def load_language_model(
     elif preproj is not None:
         load(model, preproj)
     return LoadedText(model.eval(), made, _info(found, model, made, dtype))
+
+
+def load_with_adapter(
+    source: str | os.PathLike[str],
+    adapter: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype = "float32",
+) -> LoadedText:
+    """A language model with an adapter beside its base.
+
+    Args:
+        source, dtype: as `load_language_model` takes them.
+        adapter: a folder of `mmpreproj.save`, or of PEFT's save_pretrained (LoRA, or this method as
+            one of PEFT's), which makes the model a PeftModel; None: the base alone.
+
+    Raises: as `load_language_model`, and what PEFT does; ImportError where PEFT is needed and is
+        not there.
+    """
+    if adapter is None or not Path(adapter, "adapter_config.json").is_file():
+        return load_language_model(source, preproj=adapter, dtype=dtype)
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError(f"{adapter} needs PEFT: pip install 'mmpreproj[text]'") from error
+
+    import mmpreproj.peft_method  # noqa: F401  its name among PEFT's methods
+
+    loaded = load_language_model(source, dtype=dtype)
+    model = peft.PeftModel.from_pretrained(loaded.model, adapter).eval()
+    info = {**loaded.info, "parameters": sum(p.numel() for p in model.parameters())}
+    return LoadedText(model, loaded.tokenizer, info)
 
 
 def load_tokenizer(
@@ -148,7 +178,7 @@ def new_language_model(
     if tokenizer is not None:
         ids = {f"{name}_token_id" for name in ("bos", "eos", "pad")}
         defaults = {name: getattr(tokenizer, name) for name in ids}
-        arguments = {"vocab_size": _number_of_ids(tokenizer), **defaults, **arguments}
+        arguments = {"vocab_size": number_of_ids(tokenizer), **defaults, **arguments}
     try:
         config = transformers.AutoConfig.for_model(model_type, **arguments)
         # transformers keeps what it does not know as an attribute, without a word
@@ -168,7 +198,7 @@ def new_language_model(
         )
         raise ValueError(f"the configuration of {model_type} has no field {name!r}; {hint}")
     if tokenizer is not None:
-        _check_ids(tokenizer, model, model_type)
+        check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0])
     if preproj is not None:
         attach(model, preproj)
     return model
@@ -229,6 +259,7 @@ def _load_gguf(auto: Any, source: Source, keywords: dict[str, Any]) -> PreTraine
 
     folder = unpacked(source.place, "model", write)
     if folder is not None:
+        held.clear()  # or both are in memory at once
         return auto.from_pretrained(folder, trust_remote_code=False, **keywords)
     return (held[0] if held else read(torch.float32)).to(keywords["dtype"])
 
@@ -339,19 +370,6 @@ def _from_pretrained(
         raise ValueError(f"{source.name} cannot be loaded as {what}: {error}") from error
 
 
-def _number_of_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    return 1 + max(tokenizer.get_vocab().values())
-
-
-def _check_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module, name: str) -> None:
-    ids, rows = _number_of_ids(tokenizer), model.get_input_embeddings().weight.shape[0]
-    if ids > rows:
-        raise ValueError(
-            f"the tokenizer has ids up to {ids - 1}, but {name} has {rows} embedding rows; is it "
-            "the tokenizer of another model?"
-        )
-
-
 def _info(
     source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: str
 ) -> dict[str, Any]:
@@ -366,6 +384,6 @@ def _info(
         "architecture": type(model).__name__,
         "dtype": dtype,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "vocabulary": _number_of_ids(tokenizer),
+        "vocabulary": number_of_ids(tokenizer),
         "embeddings": model.get_input_embeddings().weight.shape[0],
     }

@@ -13,13 +13,12 @@ import importlib.util
 import logging
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from mmpreproj.backbones.hub import cached_snapshot, require_hub
+from mmpreproj.backbones.whole_folder import whole_folder
 
 _logger = logging.getLogger(__name__)
 
@@ -122,18 +121,6 @@ def snapshot(source: Source, *wanted: tuple[str, ...]) -> Path | None:
     return found[0] if all(found) else None
 
 
-def require_files(source: Source, *wanted: tuple[str, ...]) -> bool:
-    """Whether a hub name is in the cache, with one file of each tuple; else the hub is needed.
-
-    Raises:
-        ConnectionError: at once, if it is not in the cache and there is no hub to be reached.
-    """
-    if snapshot(source, *wanted) is not None:
-        return True
-    require_hub_for(source)
-    return False
-
-
 def require_hub_for(source: Source) -> None:
     """Raises ConnectionError, at once, if the hub that the source would come from is not there."""
     require_hub(
@@ -166,6 +153,9 @@ def unpacked(
 ) -> Path | None:
     """The cached folder of what is in a GGUF file, made by `write` where it is not there yet.
 
+    What `write` cannot read is a ValueError or an ImportError; anything else means that the cache
+    cannot be written.
+
     It is keyed by the file's content and the version of transformers that read it, and appears
     whole or not at all, whatever is interrupted or runs at the same time. It can be deleted.
 
@@ -179,20 +169,14 @@ def unpacked(
     folder = cache / f"{Path(path).stem}-{part}-{file_hash(path)}-{transformers.__version__}"
     if folder.is_dir():
         return folder
-    unfinished: Path | None = None
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=cache))
-        write(unfinished)
-        unfinished.rename(folder)
-    except OSError as error:
-        if folder.is_dir():  # another process came first, with the same
-            return folder
+        with whole_folder(folder) as unfinished:
+            write(unfinished)
+    except (ImportError, ValueError):  # what is to be written there cannot be read
+        raise
+    except Exception as error:  # OSError, and others of safetensors and tokenizers for a full disk
         _logger.warning(
             "%s is unpacked anew each time: %s cannot be written (%s)", path, cache, error
         )
         return None
-    finally:
-        if unfinished is not None:
-            shutil.rmtree(unfinished, ignore_errors=True)
     return folder

@@ -1,8 +1,7 @@
 """A model for EleutherAI's lm-evaluation-harness, scored by this package.
 
     import lm_eval
-    from mmpreproj.backbones.modes import evaluating
-from mmpreproj.evaluation.harness import MMPreProjLM
+    from mmpreproj.evaluation.harness import MMPreProjLM
     lm_eval.simple_evaluate(model=MMPreProjLM(model, tokenizer), tasks=["lambada_openai"])
 
 Importing this registers the name `mmpreproj`. The harness's own command takes it this way:
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +21,7 @@ from torch import nn
 
 import mmpreproj
 from mmpreproj.backbones.modes import evaluating
+from mmpreproj.backbones.text import load_with_adapter
 from mmpreproj.evaluation.scoring import Scorer
 
 try:
@@ -82,7 +81,8 @@ class MMPreProjLM(LM):
         if (model is None) == (pretrained is None):
             raise ValueError("give either a model with its tokenizer, or pretrained=…")
         if model is None:
-            model, tokenizer = _load(pretrained, adapter, dtype)
+            loaded = load_with_adapter(pretrained, adapter, dtype)
+            model, tokenizer = loaded.model, loaded.tokenizer
         elif adapter is not None:
             raise ValueError("adapter= goes with pretrained=; a model is taken as it is")
         if tokenizer is None:
@@ -227,20 +227,6 @@ class MMPreProjLM(LM):
             "mmpreproj": mmpreproj.__version__,
             "scorer": self.scorer.describe(),
         }
-
-
-def _load(source: str, adapter: str | None, dtype: str) -> tuple[nn.Module, Any]:
-    from mmpreproj.backbones.text import load_language_model
-
-    if adapter is None or not Path(adapter, "adapter_config.json").is_file():
-        loaded = load_language_model(source, preproj=adapter, dtype=dtype)
-        return loaded.model, loaded.tokenizer
-    import peft
-
-    import mmpreproj.peft_method  # noqa: F401  its name among PEFT's methods
-
-    loaded = load_language_model(source, dtype=dtype)
-    return peft.PeftModel.from_pretrained(loaded.model, adapter), loaded.tokenizer
 
 
 def _generation(task: dict[str, Any]) -> tuple[list[str], int, dict[str, Any]]:

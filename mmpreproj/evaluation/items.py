@@ -1,8 +1,8 @@
 """Evaluation items from local files or the hub: LAMBADA, HellaSwag, PIQA and others of their form.
 
-Files: JSON lines (.jsonl, .json, .ndjson, also .gz) and .parquet, with columns as llm-foundry has
-them or as the hub's data sets do; a folder of `datasets.save_to_disk`; "hf:NAME:CONFIG:SPLIT".
-No data set's own code is run.
+Files: JSON lines (.jsonl, .json, .ndjson, also .gz, .bz2, .xz) and .parquet, with columns as
+llm-foundry has them or as the hub's data sets do; a folder of `datasets.save_to_disk`;
+"hf:NAME:CONFIG:SPLIT". No data set's own code is run.
 
 | columns | what becomes of them |
 |---|---|
@@ -19,15 +19,16 @@ already: the context ends with it, or the continuation begins with it.
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 HUB = "hf:"
 _JSON = (".jsonl", ".json", ".ndjson")
+_PACKED = (".gz", ".bz2", ".xz")
 
 Row = Mapping[str, Any]
 Item = TypeVar("Item")
@@ -183,20 +184,19 @@ def _rows(source: str) -> Iterator[tuple[str, Row]]:
             f"there is no {str(path)!r}; give a .jsonl or .parquet file, a folder of "
             f"datasets.save_to_disk, or {HUB}NAME:CONFIG:SPLIT for a data set of the hub"
         )
-    suffixes = [s for s in path.suffixes if s != ".gz"]
+    suffixes = [s for s in path.suffixes if s not in _PACKED]
     if path.is_dir():
-        yield from _table(source, _datasets().load_from_disk(str(path)))
+        yield from _table(source, _saved(path))
     elif path.suffix == ".parquet":
         yield from _table(source, _parquet(path))
     elif suffixes and suffixes[-1] in _JSON:
         yield from _json_lines(path)
     else:
-        raise ValueError(f"{str(path)!r} is none of {', '.join(_JSON)} (or these .gz), .parquet")
+        raise ValueError(f"{str(path)!r} is none of {', '.join(_JSON)} (or these .gz, …), .parquet")
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rb") as file:
+    with _open(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -208,6 +208,14 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
             if not isinstance(row, dict):
                 raise ValueError(f"{place}: one JSON object a line is expected")
             yield place, row
+
+
+def _open(path: Path) -> AbstractContextManager[BinaryIO]:
+    if path.suffix not in _PACKED:
+        return open(path, "rb")
+    from mmpreproj.data.text.pieces import open_bytes
+
+    return open_bytes(path)
 
 
 def _table(source: str, rows: Sequence[Row]) -> Iterator[tuple[str, Row]]:
@@ -226,9 +234,16 @@ def _parquet(path: Path) -> list[Row]:
         raise ValueError(f"{path} is not a parquet file ({error})") from error
 
 
-def _datasets() -> Any:
+def _saved(folder: Path) -> Any:
+    """What `datasets.save_to_disk` wrote."""
     try:
         import datasets
     except ImportError as error:
-        raise ImportError("this needs datasets: pip install 'mmpreproj[text]'") from error
-    return datasets
+        raise ImportError(f"{folder} needs datasets: pip install 'mmpreproj[text]'") from error
+    found = datasets.load_from_disk(str(folder))
+    if isinstance(found, datasets.DatasetDict):
+        raise ValueError(
+            f"{folder} holds several data sets; name the one that is meant: "
+            f"{', '.join(str(folder / split) for split in sorted(found))}"
+        )
+    return found

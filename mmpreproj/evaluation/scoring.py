@@ -3,15 +3,16 @@
 The trunk runs over whole batches, the output head on the scored positions alone: of a LAMBADA item
 that is one or two of a hundred. Log-softmax is taken in float32 at least, whatever the model's
 dtype. Items are sorted by length and padded at the right, where a causal model cannot look, so that
-a score depends on neither the batch size nor the other items.
+a score depends on neither the batch size nor the other items. Where rotary frequencies follow the
+longest row of a batch (dynamic NTK, LongRoPE), rows of one length are read together.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 
 from mmpreproj.backbones.lm_head import lm_head_of, trunk
 from mmpreproj.backbones.modes import evaluating
+from mmpreproj.backbones.tokenizers import tokenizer_hash
 from mmpreproj.evaluation.encoding import Encoder, Request, max_length_of, windows
+from mmpreproj.evaluation.rotary import forget_length, length_dependent
 from mmpreproj.evaluation.shared import Scored, SharedContexts, split_shared
 
 if TYPE_CHECKING:
@@ -58,10 +61,12 @@ class Scorer:
             in any dtype. It is put in eval mode while it scores.
         tokenizer: the model's.
         batch_tokens: tokens in a batch, padding included, at most (one item at least).
-        batch_size: a fixed number of rows a batch instead.
+        batch_size: a fixed number of rows a batch instead; behind contexts that are shared, four
+            times as many continuations.
         max_length: tokens that the model reads at once; None: as its configuration says.
         add_bos: put BOS before every text; None: where the tokenizer does so by default.
-        share_contexts: run a context once for all of its continuations.
+        share_contexts: run a context once for all of its continuations, where the model's
+            positions do not depend on how much is read.
 
     Raises:
         ValueError: the model has no head that is known (see lm_head_of), or an option is wrong.
@@ -89,7 +94,9 @@ class Scorer:
         self.encoder = Encoder(tokenizer, self.max_length, embeddings.shape[0], add_bos)
         self.batch_tokens = batch_tokens
         self.batch_size = batch_size
-        self.shared = SharedContexts(model, self.device) if share_contexts else None
+        self.rotary = length_dependent(model)
+        share = share_contexts and not self.rotary
+        self.shared = SharedContexts(model, self.device) if share else None
 
     def loglikelihood(
         self, pairs: Sequence[tuple[str, str]], progress: bool = False
@@ -100,7 +107,7 @@ class Scorer:
 
         Raises:
             ValueError: before anything is scored, if a continuation has no tokens or more than the
-                model reads at once.
+                model reads at once; or as `score`.
         """
         requests = self.encoder.pairs(pairs)
         cut = sum(request.n_cut > 0 for request in requests)
@@ -123,7 +130,7 @@ class Scorer:
             stride: tokens by which the window moves; None: max_length, as the harness does.
 
         Raises:
-            ValueError: a text has no tokens; stride is not from 1 to max_length.
+            ValueError: a text has no tokens; stride is not from 1 to max_length; or as `score`.
         """
         first = self.encoder.empty_context
         found = self.encoder.encode(texts)
@@ -138,7 +145,8 @@ class Scorer:
         """Scores of token sequences, all tokens but the first of each (see `windows`).
 
         Raises:
-            ValueError: a sequence has fewer than two tokens, or the window exceeds max_length.
+            ValueError: a sequence has fewer than two tokens, or the window exceeds max_length; or
+                as `score`.
         """
         if not 1 <= window <= self.max_length:
             raise ValueError(
@@ -164,7 +172,11 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, requests: Sequence[Request], progress: bool = False) -> list[Score]:
-        """Scores of encoded requests, in the order given."""
+        """Scores of encoded requests, in the order given.
+
+        Raises:
+            ValueError: naming the request, if a log-likelihood is NaN: the logits are not finite.
+        """
         found: list[Score | None] = [None] * len(requests)
         with evaluating(self.model), _bar(len(requests), progress) as advance:
             groups, alone = [], list(range(len(requests)))
@@ -174,7 +186,10 @@ class Scorer:
                     groups, alone = [], list(range(len(requests)))
             for batch in self._batches(groups, requests):
                 members = [index for group in batch for index in group]
-                scored = self.shared.run([[requests[i] for i in group] for group in batch])
+                scored = self.shared.run(
+                    [[requests[i] for i in group] for group in batch],
+                    *(self.batch_size, self.batch_tokens),
+                )
                 self._keep(found, members, requests, scored)
                 advance(len(members))
             for batch in self._batches([[index] for index in alone], requests):
@@ -189,7 +204,8 @@ class Scorer:
         """Groups of like length, the longest first: a batch too large for the memory fails at once.
 
         A group is a number of rows with one context; its length that of the context, or of all the
-        rows' ends, whichever is more.
+        rows' ends, whichever is more. The longest end of a batch of several fits the model behind
+        the longest context.
         """
 
         def length(group: list[int]) -> int:
@@ -201,13 +217,21 @@ class Scorer:
 
         lengths = [length(group) for group in groups]
         batch: list[list[int]] = []
-        longest = 0
+        longest = context = end = 0
         for index in sorted(range(len(groups)), key=lambda i: (-lengths[i], i)):
-            longest = longest or lengths[index]
-            full = self.batch_size or max(1, self.batch_tokens // longest)
-            if len(batch) == full:
-                yield batch
-                batch, longest = [], lengths[index]
+            group = [requests[i] for i in groups[index]]
+            own_context = len(group[0].ids) - group[0].n_scored
+            own_end = max(request.n_scored for request in group) - 1
+            if batch:
+                full = len(batch) == (self.batch_size or max(1, self.batch_tokens // longest))
+                joined = max(context, own_context) + max(end, own_end)
+                wide = len(group) > 1 and joined > self.max_length
+                if full or wide or (self.rotary and lengths[index] != longest):
+                    yield batch
+                    batch = []
+            if not batch:
+                longest, context, end = lengths[index], 0, 0
+            context, end = max(context, own_context), max(end, own_end)
             batch.append(groups[index])
         if batch:
             yield batch
@@ -216,6 +240,7 @@ class Scorer:
         """One row a request."""
         ids, hidden_at, targets, owners = [], [], [], []
         longest = max(len(request.ids) for request in requests) - 1
+        forget_length(self.rotary)
         for row, request in enumerate(requests):
             read = len(request.ids) - 1
             # Any id serves as padding: nothing to the left of it sees it
@@ -241,7 +266,17 @@ class Scorer:
         wrong = torch.zeros(len(members)).index_add_(0, scored.owners, (~greedy).float())
         for index, total, missed in zip(members, sums.tolist(), wrong.tolist(), strict=True):
             request = requests[index]
+            if math.isnan(total):
+                raise ValueError(self._not_finite(index, request))
             found[index] = Score(total, missed == 0, request.n_scored, request.n_cut)
+
+    def _not_finite(self, index: int, request: Request) -> str:
+        text = self.tokenizer.decode(request.ids[-request.n_scored :])
+        return (
+            f"request {index}: the log-likelihood of {text[:60]!r} is NaN, as the model's logits "
+            "are not finite. Its weights have diverged, or its activations overflow in "
+            f"{self.head.weight.dtype}: use an earlier checkpoint, or float32"
+        )
 
     def _targets(self, hidden: Tensor, row_of: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities (float64) and whether each is the greedy token. [M], on the CPU."""
@@ -264,27 +299,31 @@ class Scorer:
         return torch.cat(logprob), torch.cat(greedy)
 
     def describe(self) -> dict[str, Any]:
-        """How it scores, as results hold it: plain values."""
+        """How it scores, as results hold it: plain values.
+
+        Returns:
+            tokenizer: its name, size and hash; token perplexities compare only where the hash is
+                one. prefix: the tokens before every text. max_length. dtype: of the weights.
+            autocast: the dtype that autocast computes in at the time of the call; None: it is off.
+        """
+        tokenizer, kind = self.tokenizer, self.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return {
-            "tokenizer": describe_tokenizer(self.tokenizer),
-            "prefix": self.tokenizer.convert_ids_to_tokens(self.encoder.prefix),
+            "tokenizer": {
+                # of a folder its name: where it lies says nothing about it
+                "name": Path(tokenizer.name_or_path).name or type(tokenizer).__name__,
+                "size": len(tokenizer),
+                "hash": tokenizer_hash(tokenizer),
+            },
+            "prefix": tokenizer.convert_ids_to_tokens(self.encoder.prefix),
             "max_length": self.max_length,
-            "dtype": str(self.head.weight.dtype).removeprefix("torch."),
+            "dtype": _plain_name(self.head.weight.dtype),
+            "autocast": None if autocast is None else _plain_name(autocast),
         }
 
 
-def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Name, size and hash of a tokenizer. Token perplexities compare only where the hash is one."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = (
-        backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    )
-    return {
-        # of a folder its name: where it lies says nothing about it
-        "name": Path(tokenizer.name_or_path).name or type(tokenizer).__name__,
-        "size": len(tokenizer),
-        "hash": hashlib.blake2b(content.encode(), digest_size=8).hexdigest(),
-    }
+def _plain_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @contextlib.contextmanager

@@ -24,6 +24,8 @@ _logger = logging.getLogger(__name__)
 
 # What one more run of the trunk costs beyond its tokens, in tokens: reading all weights once more.
 _RUN_TOKENS = 24
+# Continuations run at once, for each context that a batch holds: those of four choices.
+_CONTINUATIONS = 4
 
 
 class Scored(NamedTuple):
@@ -42,17 +44,13 @@ class Scored(NamedTuple):
 def split_shared(requests: Sequence[Request]) -> tuple[list[list[int]], list[int]]:
     """Indices of requests that share a context, by context, and of those that stay alone.
 
-    A context that was cut is another one for every continuation, so it is not shared; nor is one
-    so short that a second run would cost more than it saves.
+    A context so short that a second run would cost more than it saves is not shared; nor is one
+    that was cut, where it is another one for every continuation.
     """
     by_context: dict[tuple[int, ...], list[int]] = {}
-    alone = []
     for index, request in enumerate(requests):
-        if request.n_cut:
-            alone.append(index)
-        else:
-            by_context.setdefault(tuple(request.ids[: -request.n_scored]), []).append(index)
-    groups = []
+        by_context.setdefault(tuple(request.ids[: -request.n_scored]), []).append(index)
+    groups, alone = [], []
     for context, group in by_context.items():
         if len(context) * (len(group) - 1) > _RUN_TOKENS:
             groups.append(group)
@@ -117,8 +115,19 @@ class SharedContexts:
         )
         return False
 
-    def run(self, groups: list[list[Request]]) -> Scored:
-        """Hidden states for groups of requests, each of one context; owners count them all."""
+    def run(
+        self,
+        groups: list[list[Request]],
+        batch_size: int | None = None,
+        batch_tokens: int = 2048,
+    ) -> Scored:
+        """Hidden states for groups of requests, each of one context; owners count them all.
+
+        Args:
+            batch_size: at most four times as many continuations at once; or, with None,
+            batch_tokens: as many as have so many tokens, padding included, and contexts of four
+                times as many (one continuation at least).
+        """
         contexts = [group[0].ids[: -group[0].n_scored] for group in groups]
         longest = max(map(len, contexts))
         ids = torch.tensor([[0] * (longest - len(c)) + c for c in contexts], device=self.device)
@@ -139,7 +148,11 @@ class SharedContexts:
         n_rows = len(contexts)
         by_length = sorted(range(len(ends)), key=lambda i: (-len(ends[i]), i))
         by_length = [index for index in by_length if len(ends[index]) > 1]
-        for start, stop in partition([len(ends[index]) - 1 for index in by_length]):
+        if batch_size is None:
+            limits = max(1, _CONTINUATIONS * batch_tokens // longest), batch_tokens
+        else:
+            limits = _CONTINUATIONS * batch_size, None
+        for start, stop in partition([len(ends[index]) - 1 for index in by_length], *limits):
             batch = by_length[start:stop]
             read = len(ends[batch[0]]) - 1
             behind = self._behind(
@@ -177,19 +190,29 @@ class SharedContexts:
         return trunk(self.model, tokens, mask, past_key_values=grown, use_cache=True)[0]
 
 
-def partition(lengths: Sequence[int], run_tokens: int = _RUN_TOKENS) -> list[tuple[int, int]]:
+def partition(
+    lengths: Sequence[int],
+    rows: int,
+    tokens: int | None = None,
+    run_tokens: int = _RUN_TOKENS,
+) -> list[tuple[int, int]]:
     """Cuts rows, the longest first, into runs (start, stop) that cost the fewest tokens in all.
 
     A run costs its rows times its longest, padding included, and `run_tokens` besides.
+
+    Args:
+        rows: of a run, at most.
+        tokens: of a run, padding included, at most, unless it is a row alone; None: any number.
     """
     best: list[tuple[int, int]] = [(0, 0)]  # cost of the first n rows, start of the last run
     for stop in range(1, len(lengths) + 1):
-        best.append(
-            min(
-                (best[start][0] + (stop - start) * lengths[start] + run_tokens, start)
-                for start in range(stop)
-            )
-        )
+        found = []
+        for start in range(stop - 1, max(0, stop - rows) - 1, -1):
+            cost = (stop - start) * lengths[start]
+            if found and tokens is not None and cost > tokens:
+                break
+            found.append((best[start][0] + cost + run_tokens, start))
+        best.append(min(found))
     runs = []
     stop = len(lengths)
     while stop:

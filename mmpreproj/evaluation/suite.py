@@ -27,12 +27,15 @@ class EvaluationConfig:
 
     Args:
         task: lambada, choices (HellaSwag, PIQA and the like) or perplexity (strided).
-        source: a file (JSON lines or parquet; plain text for perplexity) or
+        source: a file (JSON lines or parquet; plain text for perplexity, also packed) or
             "hf:NAME:CONFIG:SPLIT".
         limit: the first so many items, or words of the text; None: all.
         window: perplexity: tokens read at once; None: all that the model can.
         stride: perplexity: tokens by which the window moves; None: half of it.
         batch_tokens: tokens in a batch, padding included.
+
+    Raises:
+        ValueError: an unknown task, or a number that is out of range.
     """
 
     task: str
@@ -45,10 +48,18 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise ValueError(f"task must be one of {', '.join(TASKS)}, found {self.task!r}")
-        if self.task != "perplexity" and (self.window or self.stride):
+        if self.task != "perplexity" and (self.window, self.stride) != (None, None):
             raise ValueError(f"window and stride are for perplexity, not for {self.task}")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit must be 1 or more, or null, found {self.limit}")
+        for name in ("limit", "window", "stride", "batch_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                null = "" if name == "batch_tokens" else ", or null"
+                raise ValueError(f"{name} must be 1 or more{null}, found {value}")
+        if self.window is not None and self.stride is not None and self.stride > self.window:
+            raise ValueError(
+                f"stride must be at most the window ({self.window}), found {self.stride}: tokens "
+                "between two windows would not be scored"
+            )
 
 
 def read_suite(configs: Mapping[str, EvaluationConfig]) -> dict[str, Any]:
@@ -76,10 +87,13 @@ def _read(config: EvaluationConfig) -> Any:
         return read_choices(config.source if hub else path)
     if hub:
         raise ValueError(f"perplexity takes a text file, found {config.source}")
-    try:
-        return first_words(path.read_bytes().decode("utf-8"), config.limit)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 at byte {error.start}") from error
+    if path.is_dir():
+        raise ValueError(f"perplexity takes one text file, found the folder {config.source}")
+    from mmpreproj.data.text.sources import TextFile
+
+    file = TextFile(str(path))
+    text = "".join(piece.text for piece in file.pieces(0, file.size))
+    return first_words(text, config.limit)
 
 
 def run_suite(
@@ -91,8 +105,8 @@ def run_suite(
 ) -> dict[str, dict[str, Any]]:
     """The result of each evaluation, as tasks.py gives it, with its source; by name.
 
-    One that fails (a choice longer than the model reads, say) has {"error": what it said} instead,
-    and the others go on.
+    One that fails (a choice longer than the model reads, logits that are not finite, memory that
+    is not enough) has {"error": what it said} instead, and the others go on.
 
     Args:
         held: what `read_suite` gave; None reads it now.
@@ -103,12 +117,15 @@ def run_suite(
     held = read_suite(configs) if held is None else held
     found: dict[str, dict[str, Any]] = {}
     for name, config in configs.items():
-        scorer = Scorer(model, tokenizer, batch_tokens=config.batch_tokens)
         try:
+            scorer = Scorer(model, tokenizer, batch_tokens=config.batch_tokens)
             result = _run(scorer, name, config, held[name], progress)
-        except ValueError as error:
-            warnings.warn(f"evaluation {name!r} failed: {error}", stacklevel=2)
-            result = {"task": config.task, "error": str(error)}
+        except (ValueError, RuntimeError, IndexError) as error:
+            told = (
+                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            )
+            warnings.warn(f"evaluation {name!r} failed: {told}", stacklevel=2)
+            result = {"task": config.task, "error": told}
         found[name] = result | {"source": Path(config.source).name, "limit": config.limit}
     return found
 

@@ -163,8 +163,9 @@ def perplexity_ratio(a: dict[str, Any], b: dict[str, Any], unit: Unit = "byte") 
     """Perplexity of `a` over that of `b`, both results of `perplexity` on the same text.
 
     Raises:
-        ValueError: they cannot be compared: the unit is the token and the tokenizers differ, or the
-            numbers of words or bytes differ, so it was not the same text.
+        ValueError: they cannot be compared: the unit is the token and the tokenizers differ; the
+            windows, the strides or whether the first token counts differ; or the numbers of words
+            or bytes differ, so it was not the same text, or there are none.
     """
     if unit not in UNITS:
         raise ValueError(f"unit must be one of {', '.join(UNITS)}, found {unit!r}")
@@ -174,13 +175,20 @@ def perplexity_ratio(a: dict[str, Any], b: dict[str, Any], unit: Unit = "byte") 
             f"perplexities per token of different tokenizers ({tokenizers[0]['name']!r}, "
             f"{tokenizers[1]['name']!r}) do not compare; take those per word or per byte"
         )
-    figures = [result[f"{unit}_perplexity"] for result in (a, b)]
-    if figures[0]["n"] != figures[1]["n"]:
-        raise ValueError(
-            f"not the same text: {figures[0]['n']} {unit}s on one side, {figures[1]['n']} on the "
-            "other"
-        )
-    return figures[0]["value"] / figures[1]["value"]
+    for key in ("window", "stride", "first_token_counts"):
+        if a[key] != b[key]:
+            raise ValueError(
+                f"perplexities of different rules do not compare: {key} is {a[key]} on one side, "
+                f"{b[key]} on the other"
+            )
+    n, other = (result[f"{unit}_perplexity"]["n"] for result in (a, b))
+    if n != other:
+        raise ValueError(f"not the same text: {n} {unit}s on one side, {other} on the other")
+    if not n:
+        raise ValueError(f"the text has no {unit}s that count")
+    # not of the two values: a perplexity may be more than a float can hold
+    ratio = _exp((a["nll_sum"] - b["nll_sum"]) / n)
+    return math.inf if ratio is None else ratio
 
 
 def _behind_first(scorer: Scorer, text: str, ids: list[int]) -> str:

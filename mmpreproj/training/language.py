@@ -18,8 +18,8 @@ import mmpreproj
 from mmpreproj.backbones.checkpointing import set_checkpointing, train_blocks
 from mmpreproj.backbones.lm_head import lm_head_of
 from mmpreproj.backbones.text import load_language_model, new_language_model
+from mmpreproj.backbones.tokenizers import check_hash, check_tokenizer, tokenizer_hash
 from mmpreproj.data.text.portable import from_text, to_text
-from mmpreproj.data.text.tokenizers import check_hash, check_tokenizer, tokenizer_hash
 from mmpreproj.evaluation.continuation import continue_text
 from mmpreproj.evaluation.suite import EvaluationConfig, read_suite, run_suite
 from mmpreproj.preproj import PreProjConfig

@@ -141,16 +141,9 @@ def _is_run(path: str) -> bool:
 
 
 def _continue_with_model(known: argparse.Namespace) -> int:
-    from mmpreproj.backbones.text import load_language_model
+    from mmpreproj.backbones.text import load_with_adapter
 
-    adapter = known.adapter
-    if adapter is not None and (Path(adapter) / "adapter_config.json").is_file():  # PEFT's
-        from peft import PeftModel
-
-        loaded = load_language_model(known.run)
-        model = PeftModel.from_pretrained(loaded.model, adapter)
-        return _continue(model.eval(), loaded.tokenizer, known)
-    loaded = load_language_model(known.run, preproj=adapter)
+    loaded = load_with_adapter(known.run, known.adapter)
     return _continue(loaded.model, loaded.tokenizer, known)
 
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
-import socket
 import sys
-import uuid
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from mmpreproj.backbones.tokenizers import number_of_ids
+from mmpreproj.backbones.whole_folder import remove_folder, whole_folder
 from mmpreproj.data.text.pieces import Piece
-from mmpreproj.data.text.tokenizers import dtype_for, encode, number_of_ids
+from mmpreproj.data.text.tokenizers import dtype_for, encode
 
 BATCH_CHARACTERS = 1 << 21
 BATCH_PIECES = 4096
@@ -73,9 +71,8 @@ def tokens_of(
 ) -> TokenFile:
     """The tokens in `folder`; if they are not there, `pieces` are tokenised into it.
 
-    They are written into a folder beside it, which is renamed at the end. What is interrupted
-    leaves no `folder`; of two processes that make the same, the first to end gives it, and the
-    other takes that.
+    What is interrupted leaves no `folder`; of two processes that make the same, the first to end
+    gives it, and the other takes that.
 
     Args:
         bos, eos: ids before and after each document; None: nothing.
@@ -87,21 +84,10 @@ def tokens_of(
             return TokenFile(folder)
         except ValueError as error:
             warnings.warn(f"{error}; it is made again", stacklevel=2)
-            _remove(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(folder.parent)
-    temporary = folder.parent / f".{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
-    temporary.mkdir()
-    try:
+            remove_folder(folder)
+    with whole_folder(folder) as temporary:
         header = _write(temporary / TOKENS, pieces, tokenizer, bos, eos, title)
         (temporary / HEADER).write_text(json.dumps(header | about, indent=1))
-        try:
-            os.rename(temporary, folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return TokenFile(folder)
 
 
@@ -170,35 +156,3 @@ def _progress(title: str) -> Iterator[Any]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=1.0)
         yield lambda done: bar.update(task, completed=done)
-
-
-def _remove(folder: Path) -> None:
-    """Out of the way in one step, then deleted: nobody finds half of it."""
-    away = folder.parent / f".{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
-    try:
-        os.rename(folder, away)
-    except FileNotFoundError:  # another process was first
-        return
-    shutil.rmtree(away, ignore_errors=True)
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Delete what killed processes of this machine left."""
-    for path in parent.glob(f".{_host()}-*.tmp"):
-        found = re.fullmatch(r"-(\d+)-[0-9a-f]{8}\.tmp", path.name.removeprefix(f".{_host()}"))
-        if found and not _alive(int(found.group(1))):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def _host() -> str:
-    return re.sub(r"[^A-Za-z0-9]", "", socket.gethostname()) or "host"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from mmpreproj.backbones.tokenizers import number_of_ids, tokenizer_hash, tokenizer_name
 from mmpreproj.data.loaders import LabelledDataModule
 from mmpreproj.data.text.blocks import TokenBlocks
 from mmpreproj.data.text.cache import TokenFile, tokens_of
@@ -17,9 +18,6 @@ from mmpreproj.data.text.tokenizers import (
     BPE_PREFIX,
     borders,
     bpe_size,
-    number_of_ids,
-    tokenizer_hash,
-    tokenizer_name,
     trained_bpe,
 )
 

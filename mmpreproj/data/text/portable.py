@@ -16,7 +16,10 @@ def to_text(tokenizer: PreTrainedTokenizerBase) -> str:
             f"a {type(tokenizer).__name__} cannot be kept in a checkpoint: use a fast tokenizer"
         )
     special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
-    return json.dumps({"tokenizer": tokenizer.backend_tokenizer.to_str(), "special": special})
+    more = [token for token in tokenizer.all_special_tokens if token not in special.values()]
+    return json.dumps(
+        {"tokenizer": tokenizer.backend_tokenizer.to_str(), "special": special, "more": more}
+    )
 
 
 def from_text(text: str) -> PreTrainedTokenizerBase:
@@ -26,5 +29,7 @@ def from_text(text: str) -> PreTrainedTokenizerBase:
 
     held = json.loads(text)
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(held["tokenizer"]), **held["special"]
+        tokenizer_object=Tokenizer.from_str(held["tokenizer"]),
+        extra_special_tokens=held.get("more", []),
+        **held["special"],
     )

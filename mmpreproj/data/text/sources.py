@@ -230,7 +230,8 @@ def open_sources(names: str | Sequence[str] | None, text_key: str) -> list[Sourc
 
     Folders are searched to any depth, in the order of their names; what starts with a dot is left
     out, and so are files whose names are not those of text (IN_FOLDERS, also packed: .gz, .bz2,
-    .xz), with a warning. A folder that `datasets` wrote is one source.
+    .xz), with a warning. A folder that `datasets` wrote is one source. Folders that a glob gives
+    are read in the same way.
 
     Raises:
         FileNotFoundError: where nothing is there.
@@ -262,11 +263,17 @@ def find_files(name: str) -> list[str]:
     """The files (and folders of `datasets`) that one name stands for."""
     path = os.path.expanduser(name)
     if os.path.isdir(path):
-        return _files_below(path)
+        files, others = _below(path)
+        if not files:
+            raise FileNotFoundError(
+                f"no text in {path}: files of these kinds are looked for: {' '.join(IN_FOLDERS)} "
+                f"(also .gz, .bz2, .xz); found {others[:5] or 'no files'}"
+            )
+        _tell_left_out(name, others)
+        return files
     if os.path.exists(path):
         return [path]
-    found = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []
-    files = [file for file in found if not os.path.isdir(file)]
+    files = _matched(path) if glob.has_magic(path) else []
     if not files:
         kind = "no file fits the pattern" if glob.has_magic(path) else "no such file or folder"
         raise FileNotFoundError(
@@ -276,34 +283,49 @@ def find_files(name: str) -> list[str]:
     return files
 
 
-def _files_below(folder: str) -> list[str]:
-    there = set(os.listdir(folder))
-    if "dataset_dict.json" in there:
-        splits = sorted(e.name for e in os.scandir(folder) if e.is_dir())
-        raise ValueError(
-            f"{folder} holds several data sets; name the one that is meant: "
-            f"{', '.join(os.path.join(folder, split) for split in splits)}"
-        )
-    if {"state.json", "dataset_info.json"} <= there:
-        return [folder]
+def _matched(pattern: str) -> list[str]:
+    """What a glob gives, in the order of the paths: files, and those of the folders."""
+    found = glob.glob(pattern, recursive=True)
+    files = {path for path in found if not os.path.isdir(path)}
+    others: set[str] = set()
+    for folder in set(found) - files:
+        kept, left_out = _below(folder.rstrip(os.sep) or os.sep)
+        files.update(kept)
+        others.update(left_out)
+    # "**" also gives what is in the folders of `datasets`
+    tables = tuple(os.path.join(path, "") for path in files if os.path.isdir(path))
+    files = {path for path in files if not path.startswith(tables)}
+    _tell_left_out(pattern, sorted(others - files))
+    return sorted(files)
+
+
+def _below(folder: str) -> tuple[list[str], list[str]]:
+    """Text files and folders of `datasets` in a folder, and the files that are neither."""
     files, others = [], []
     for parent, folders, names in os.walk(folder):
+        if "dataset_dict.json" in names:
+            raise ValueError(
+                f"{parent} holds several data sets; name the one that is meant: "
+                f"{', '.join(os.path.join(parent, split) for split in sorted(folders))}"
+            )
+        if {"state.json", "dataset_info.json"} <= set(names):
+            folders.clear()
+            files.append(parent)
+            continue
         folders[:] = sorted(n for n in folders if not n.startswith("."))
         for name in sorted(n for n in names if not n.startswith(".")):
             kept = _suffix(name) in IN_FOLDERS
             (files if kept else others).append(os.path.join(parent, name))
-    if not files:
-        raise FileNotFoundError(
-            f"no text in {folder}: files of these kinds are looked for: {' '.join(IN_FOLDERS)} "
-            f"(also .gz, .bz2, .xz); found {others[:5] or 'no files'}"
-        )
-    if others:
+    return files, others
+
+
+def _tell_left_out(name: str, files: Sequence[str]) -> None:
+    if files:
         warnings.warn(
-            f"{len(others)} files below {folder!r} are left out, since their names are not those "
-            f"of text, for example {others[0]!r}; name a file itself to have it read as text",
-            stacklevel=2,
+            f"{len(files)} files below {name!r} are left out, since their names are not those "
+            f"of text, for example {files[0]!r}; name a file itself to have it read as text",
+            stacklevel=3,
         )
-    return files
 
 
 def _open(path: str, text_key: str) -> Source:
