@@ -3,6 +3,7 @@
     python tools/benchmark.py step                     # a model with the method against without it
     python tools/benchmark.py step --model video_vit_preproj_tiny --frames 8 --img-size 112
     python tools/benchmark.py probe                    # a frozen probe's step against LoRA's
+    python tools/benchmark.py loss                     # a language model's loss, without all logits
     python tools/benchmark.py scoring --lambada FILE   # evaluation against lm-evaluation-harness
     python tools/benchmark.py loading --workers 1 2    # clips a second against other readers
     python tools/benchmark.py loop --peer TRAIN_PY --data FOLDER --workers 1 2
@@ -22,6 +23,7 @@ import time
 from pathlib import Path
 
 import benchmark_loading
+import benchmark_loss
 import benchmark_probe
 import benchmark_scoring
 import timm
@@ -195,6 +197,7 @@ def main() -> None:
     two.add_argument("--repeats", type=int, default=5)
     parts_elsewhere = {
         "probe": benchmark_probe,
+        "loss": benchmark_loss,
         "scoring": benchmark_scoring,
         "loading": benchmark_loading,
     }
