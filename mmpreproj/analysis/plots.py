@@ -22,6 +22,13 @@ except ImportError as error:  # pragma: no cover - depends on the environment
     raise ImportError("plots need matplotlib: pip install matplotlib") from error
 
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
+SKIP_PANELS = {  # the two strengths of a skip: name and axis label
+    "weight": ("Weights", "$\\Vert W_{skip}\\Vert_F\\;/\\;\\sqrt{D}$"),
+    "activation": (
+        "Activations",
+        "$\\Vert W_{skip}\\,\\tilde{x}\\Vert\\;/\\;\\Vert attention\\Vert$",
+    ),
+}
 
 
 def learning_curves(
@@ -85,12 +92,10 @@ def skip_by_layer(
     measured = any(finite(row.get("activation")) is not None for row in rows)
     figure, axes = _figure(2 if measured else 1, width=11 if measured else 6.5, height=3.8)
     layers = [row["layer"] for row in rows]
-    panels = [("weight", BLUE, "Weights", "$\\Vert W_{skip}\\Vert_F\\;/\\;\\sqrt{D}$")]
-    if measured:
-        of = "" if n_images is None else f" ({n_images} images)"
-        label = "$\\Vert W_{skip}\\,\\tilde{x}\\Vert\\;/\\;\\Vert attention\\Vert$"
-        panels.append(("activation", GREEN, f"Activations{of}", label))
-    for axis, (key, colour, name, label) in zip(axes, panels, strict=True):
+    drawn = zip(axes, SKIP_PANELS.items(), (BLUE, GREEN), strict=False)
+    for axis, (key, (name, label)), colour in drawn:
+        if key == "activation" and n_images is not None:
+            name += f" ({n_images} images)"
         heights = [finite(row.get(key)) for row in rows]
         axis.bar(layers, [math.nan if h is None else h for h in heights], color=colour, width=0.7)
         axis.set(title=name, xlabel="layer (from 0)", ylabel=label)

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 Z_95 = 1.959963984540054  # standard normal quantile at 0.975
 
 
@@ -70,6 +72,14 @@ def mean_spread(values: Iterable[float | None]) -> dict[str, Any]:
         "n": len(known),
         "missing": len(values) - len(known),
     }
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds. Raises: ValueError, naming the file, if it is not valid."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
 
 
 def plain(value: Any) -> Any:

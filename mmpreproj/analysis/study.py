@@ -37,9 +37,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from mmpreproj.analysis.records import read_record
+from mmpreproj.analysis.records import read_record, read_yaml
 
 RECORD = "record.json"
 SHARES = {"top1", "top5", "accuracy", "accuracy_normalised", "opposite"}
@@ -175,10 +173,7 @@ class Study:
         path = Path(path)
         if not path.is_file():
             raise ValueError(f"there is no study {path}")
-        try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not valid YAML: {error}") from error
+        content = read_yaml(path)
         keys = set(content) if isinstance(content, Mapping) else set()
         if not KEYS <= keys or keys - KEYS - OPTIONAL:
             found = sorted(content) if isinstance(content, Mapping) else type(content).__name__

@@ -12,7 +12,18 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from mmpreproj.analysis.plots import BLUE, GREEN, GREY, ORANGE, canvas, finite, short, tidy
+from mmpreproj.analysis.plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    SKIP_PANELS,
+    canvas,
+    finite,
+    short,
+    tidy,
+)
+from mmpreproj.analysis.summary import is_chosen, with_n
 
 COLOURS = (GREY, BLUE, ORANGE, GREEN, "#805ad5", "#c53030", "#0d9488", "#b7791f")
 STYLES = ("o-", "s--", "^:", "v-.")
@@ -45,7 +56,7 @@ def arms_by_seed(rows: Rows, title: str = "") -> Figure:
         form = ".1%" if _is_share(rows, name) else ".4g"
         off = [f"{rows[i]['arm']}: {sum(values[i]) / len(values[i]):{form}}" for i in far]
         note = f"\noff the scale: {', '.join(off)}" if off else ""
-        axis.set_title(f"{name}{_items(rows, name)}{note}", fontsize=10)
+        axis.set_title(f"{with_n(name, rows)}{note}", fontsize=10)
         _scale(axis.yaxis, rows, name)
     for axis in list(axes)[len(names) :]:
         axis.set_axis_off()
@@ -62,15 +73,8 @@ def skip_by_layer(rows: Rows, title: str = "") -> Figure | None:
     drawn = [(place, row) for place, row in enumerate(rows) if row["skip"]]
     if not drawn:
         return None
-    labels = {
-        "weight": ("Weights", "$\\Vert W_{skip}\\Vert_F\\;/\\;\\sqrt{D}$"),
-        "activation": (
-            "Activations",
-            "$\\Vert W_{skip}\\,\\tilde{x}\\Vert\\;/\\;\\Vert attention\\Vert$",
-        ),
-    }
     figure = canvas(Figure(figsize=(11, 3.8), layout="constrained"))
-    for axis, (key, (name, label)) in zip(figure.subplots(1, 2), labels.items(), strict=True):
+    for axis, (key, (name, label)) in zip(figure.subplots(1, 2), SKIP_PANELS.items(), strict=True):
         tidy(axis)
         for place, row in drawn:
             layers = [entry["layer"] for entry in row["skip"]]
@@ -165,8 +169,8 @@ def _lines(
                 f"scale {o['scale']:g}" if isinstance(o, Mapping) and "scale" in o else str(o)
                 for o in settings.values()
             ]
-            chosen = bool(row["chosen"]) and row["chosen"] == found["settings"]
-            lines.setdefault(", ".join(scales), []).append((*point, str(rate), chosen))
+            line = lines.setdefault(", ".join(scales), [])
+            line.append((*point, str(rate), is_chosen(row, found)))
     return {
         kind: sorted(points, key=lambda p: float(p[2]) if p[2] else 0.0)
         for kind, points in lines.items()
@@ -205,11 +209,6 @@ def _scale(axis: Any, rows: Rows, name: str) -> None:
 
 def _better(rows: Rows, name: str) -> str:
     return f"{name} ({'higher' if _is_share(rows, name) else 'lower'} is better)"
-
-
-def _items(rows: Rows, name: str) -> str:
-    items = sorted({n for row in rows for n in row["figures"][name]["n_items"]})
-    return f" (n = {' or '.join(f'{n:,}' for n in items)})" if items else ""
 
 
 def _or_nan(value: float | None) -> float:

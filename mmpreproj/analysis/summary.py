@@ -123,7 +123,7 @@ def markdown(study: Study, rows: Sequence[Mapping[str, Any]]) -> str:
 def _means(study: Study, rows: Sequence[Mapping[str, Any]]) -> str:
     choice = any(row["candidates"] for row in rows)
     head = ["arm", *(["chosen"] if choice else []), "parameters", "new", "trained"]
-    head += [_with_n(name, rows) for name in study.figures]
+    head += [with_n(name, rows) for name in study.figures]
     head += ["seconds", "peak GiB", "seeds"]
     table = []
     for row in rows:
@@ -174,7 +174,7 @@ def _candidates(study: Study, rows: Sequence[Mapping[str, Any]]) -> str:
     table = [
         [
             row["arm"],
-            study.told(row["arm"], found["settings"]) + (" *" if _is_chosen(row, found) else ""),
+            study.told(row["arm"], found["settings"]) + (" *" if is_chosen(row, found) else ""),
             _cell(found[by], ".4f"),
             *(_cell(found["figures"][name], f.form) for name, f in study.figures.items()),
             _cell(found["seconds"], ".0f"),
@@ -193,11 +193,13 @@ def choosing_title(study: Study) -> str:
     return ", ".join(["Candidates", *words, f"seed {study.choice.seed}"])
 
 
-def _is_chosen(row: Mapping[str, Any], candidate: Mapping[str, Any]) -> bool:
+def is_chosen(row: Mapping[str, Any], candidate: Mapping[str, Any]) -> bool:
+    """Whether it is the candidate that the arm's runs with all seeds were made of."""
     return bool(row["chosen"]) and row["chosen"] == candidate["settings"]
 
 
-def _with_n(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+def with_n(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """A figure's name, with the number of items that it was measured on, where that is known."""
     items = sorted({n for row in rows for n in row["figures"][name]["n_items"]})
     return f"{name} (n = {' or '.join(f'{n:,}' for n in items)})" if items else name
 

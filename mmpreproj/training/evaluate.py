@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from lightning.pytorch import Trainer
 
-from mmpreproj.analysis.records import write_json
+from mmpreproj.analysis.records import read_yaml, write_json
 from mmpreproj.training.cli import quieten
 from mmpreproj.training.report import print_table
 from mmpreproj.training.runs import environment, find_checkpoint, load_run
@@ -101,10 +100,7 @@ def _precision(of_run: str | None) -> str | None:
 def _read_evaluations(path: str | None) -> dict[str, Any] | None:
     if path is None:
         return None
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    content = read_yaml(Path(path))
     if not isinstance(content, dict) or not all(isinstance(v, dict) for v in content.values()):
         raise ValueError(
             f"{path} must map names to evaluations, such as "

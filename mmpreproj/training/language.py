@@ -172,7 +172,9 @@ class LanguageModel(TrainedModule):
             loaded = load_language_model(h.model, dtype=h.dtype)
             model, self.tokenizer = loaded.model, loaded.tokenizer
         if h.freeze_base:
-            self._check_base(fingerprint(model))
+            found = fingerprint(model)
+            self._same_base(self.base_fingerprint, found)
+            self.base_fingerprint = found
         if self.preproj_config is not None:
             mmpreproj.attach(model, self.preproj_config)
         if self.lora_config is not None:
@@ -215,10 +217,6 @@ class LanguageModel(TrainedModule):
                 "test part; give --data.test, or a test_fraction above 0"
             )
         data.setup()  # now that the tokenizer is known: a fault in any part shows before training
-
-    def _check_base(self, found: str) -> None:
-        self._same_base(self.base_fingerprint, found)
-        self.base_fingerprint = found
 
     def _same_base(self, then: str | None, now: str | None) -> None:
         if then is not None and now is not None and then != now:
