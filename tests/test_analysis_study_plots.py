@@ -103,3 +103,14 @@ def test_the_frontier_joins_candidates_by_rate_and_adds_the_final_runs(tmp_path)
     assert axis.get_xlabel() == "ppl (lower is better)"
     assert axis.get_ylabel() == "accuracy (higher is better)"
     write(drawn, tmp_path / "a.png")
+
+
+def test_a_candidate_far_off_the_others_is_counted_and_left_out_of_view():
+    near = [candidate(31 + 0.1 * i, 0.30 + 0.01 * i, lr=10.0**-i) for i in range(8)]
+    rows = [ROWS[0], row("both", [28.0, 28.0], [0.3, 0.3], [*near, candidate(90.0, 0.3, lr=10.0)])]
+    (axis,) = frontier(rows, "ppl", ["accuracy"]).axes
+    assert axis.get_title() == "1 of 9 candidates off the scale"
+    low, high = axis.get_xlim()
+    assert low < 28.0 and 31.7 < high < 40  # the final runs and the eight; not 90, nor the base's
+    (axis,) = frontier([ROWS[0], row("both", [28.0], [0.3], near)], "ppl", ["accuracy"]).axes
+    assert axis.get_title() == ""

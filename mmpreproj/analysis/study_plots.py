@@ -6,6 +6,7 @@ An arm has the same colour in all of them. `mmpreproj.analysis.plots.write` save
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from mmpreproj.analysis.summary import is_chosen, with_n
 COLOURS = (GREY, BLUE, ORANGE, GREEN, "#805ad5", "#c53030", "#0d9488", "#b7791f")
 STYLES = ("o-", "s--", "^:", "v-.")
 FAR = 1.5  # ranges of the other arms: an arm further off is told, and not drawn
+FENCE = 1.5  # interquartile ranges: a candidate further off the others is counted, and not in view
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -94,7 +96,8 @@ def skip_by_layer(rows: Rows, title: str = "") -> Figure | None:
 def frontier(rows: Rows, learned: str, kept: Sequence[str], title: str = "") -> Figure:
     """Learning against keeping: a small point for every candidate, joined in order of rate, with a
     ring where it was chosen; a star for an arm's runs with all seeds; a level for an arm that had
-    nothing to choose.
+    nothing to choose. Candidates far off the others (a rate that broke the model) are left outside
+    the view, and counted.
 
     Args:
         learned: the figure on the x axis, of text of the training kind.
@@ -103,6 +106,7 @@ def frontier(rows: Rows, learned: str, kept: Sequence[str], title: str = "") -> 
     figure = canvas(Figure(figsize=(5.2 * len(kept), 5.4), layout="constrained"))
     for axis, name in zip(figure.subplots(1, len(kept), squeeze=False)[0], kept, strict=True):
         tidy(axis, "both")
+        _set_view(axis, rows, learned, name)
         for place, row in enumerate(rows):
             colour = _colour(place)
             for style, (kind, points) in zip(
@@ -112,7 +116,7 @@ def frontier(rows: Rows, learned: str, kept: Sequence[str], title: str = "") -> 
                 xs, ys = [p[0] for p in points], [p[1] for p in points]
                 axis.plot(xs, ys, style, color=colour, ms=4, lw=1, alpha=0.8, label=label)
                 for x, y, rate, chosen in points:
-                    axis.annotate(f" {rate}", (x, y), fontsize=6.5, color=colour)
+                    axis.annotate(f" {rate}", (x, y), fontsize=6.5, color=colour, clip_on=True)
                     if chosen:
                         axis.plot(x, y, "o", ms=11, mfc="none", color=colour)
             x, y = row["figures"][learned], row["figures"][name]
@@ -175,6 +179,38 @@ def _lines(
         kind: sorted(points, key=lambda p: float(p[2]) if p[2] else 0.0)
         for kind, points in lines.items()
     }
+
+
+def _set_view(axis: Any, rows: Rows, learned: str, kept: str) -> None:
+    """Limit the axes to the final runs and to the candidates near each other; count the rest."""
+    tried = [
+        (x, y) for row in rows for ps in _lines(row, learned, kept).values() for x, y, *_ in ps
+    ]
+    final = [
+        (x, y)
+        for row in rows
+        if None not in (x := row["figures"][learned]["mean"], y := row["figures"][kept]["mean"])
+        and row["candidates"]
+    ]
+    levels = [row["figures"][kept]["mean"] for row in rows if not row["candidates"]]
+    fences = [_fence(values) for values in zip(*tried, strict=True)]
+    near = [p for p in tried if all(a <= v <= b for v, (a, b) in zip(p, fences, strict=True))]
+    if len(near) == len(tried):
+        return
+    xs, ys = zip(*near, *final, strict=True)
+    for set_limits, values in ((axis.set_xlim, xs), (axis.set_ylim, [*ys, *levels])):
+        known = [value for value in values if value is not None]
+        room = 0.06 * (max(known) - min(known))
+        set_limits(min(known) - room, max(known) + room)
+    axis.set_title(f"{len(tried) - len(near)} of {len(tried)} candidates off the scale", fontsize=9)
+
+
+def _fence(values: Sequence[float]) -> tuple[float, float]:
+    """Tukey's outer limits of what belongs together; without any for a few values."""
+    if len(values) < 8:
+        return -math.inf, math.inf
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low - FENCE * (high - low), high + FENCE * (high - low)
 
 
 def _values(row: Mapping[str, Any], name: str) -> list[float]:
