@@ -68,6 +68,7 @@ def attach(model: nn.Module, config: PreProjConfig | None = None) -> nn.Module:
     Raises:
         ValueError: before anything is changed, if the architecture is unknown, a layer or path
             matches nothing, the model carries the method already, or a module cannot take it.
+        TypeError: if `config` is no PreProjConfig.
     """
     config = config or PreProjConfig()
     _attach(model, config, find_sites(_attachable(model, config), config))
@@ -84,6 +85,11 @@ def attach_block(block: nn.Module, config: PreProjConfig | None = None) -> nn.Mo
 
 
 def _attachable(model: nn.Module, config: PreProjConfig) -> nn.Module:
+    if not isinstance(config, PreProjConfig):
+        raise TypeError(
+            f"config must be a PreProjConfig or None, found {config!r}; of a mapping, "
+            "PreProjConfig.from_dict makes one"
+        )
     if not config.enabled:
         raise ValueError("nothing to attach: pre_projection and content_skip are both False")
     refuse_compiled(model)

@@ -151,9 +151,11 @@ def _check_base(
     if found != wanted:
         raise ValueError(f"{path} was saved from {wanted}, but this model is {found}")
     if not allow_other_base and fingerprint(model, also) != expected.get("fingerprint"):
+        saved = expected.get("name") or f"a {found['architecture']}"
+        name = _base_name(model)
         raise ValueError(
-            f"{path} was saved from {expected.get('name')!r} with other weights than this model "
-            f"({_base_name(model)!r}) has; load those weights, or pass allow_other_base=True"
+            f"{path} was saved from {saved} with other weights than this model"
+            f"{f' ({name})' if name else ''} has; load those weights, or pass allow_other_base=True"
         )
 
 

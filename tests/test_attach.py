@@ -129,10 +129,12 @@ def test_attach_refuses_before_it_changes_anything(config, told):
     assert [(type(m), list(vars(m))) for m in model.modules()] == before
 
 
-def test_attach_refuses_a_second_time_and_a_compiled_model_and_a_patched_forward():
+def test_attach_refuses_a_second_time_a_mapping_a_compiled_model_and_a_patched_forward():
     model = attach(tiny("vit"))
     with pytest.raises(ValueError, match="attached already, at 'blocks.0.attn'"):
         attach(model)
+    with pytest.raises(TypeError, match="found {'expansion': 2}; of a mapping, PreProjConfig.from"):
+        attach(tiny("vit"), {"expansion": 2})
     compiled = torch.compile(model)
     for call in (attach, detach, freeze_base):
         with pytest.raises(ValueError, match="compiled: give the model inside"):

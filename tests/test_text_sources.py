@@ -382,3 +382,9 @@ def test_a_missing_package_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(ImportError, match=r"pip install 'mmpreproj\[text\]'"):
         sources.open_sources(str(tmp_path / "a.parquet"), "text")
+
+
+def test_what_is_no_text_says_so_before_a_part_that_is_empty_for_it(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\x7fELF\x02\xff\xfe" + bytes(100))
+    with pytest.raises(ValueError, match="a.txt is not UTF-8: byte 0xff at offset 5"):
+        parts(str(tmp_path / "a.txt")).require("val")

@@ -59,6 +59,8 @@ class TextParts:
                 "there is no text to train on: all of it is held out. Give more text, or lower "
                 "val_fraction and test_fraction"
             )
+        for source, start, end in self.ranges["train"]:
+            next(source.pieces(start, end), None)  # what is no text at all says so, first
         raise ValueError(
             f"there is no text for the {part} part: {part}_fraction={self.held_out[part]} of the "
             f"training text holds no line or row. Name text with {part}, or raise {part}_fraction"
