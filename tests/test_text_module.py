@@ -232,6 +232,17 @@ def test_a_faulty_text_is_told_before_training(path, tmp_path):
 # What it tells
 
 
+def test_the_start_of_training_names_its_text(tmp_path, capsys):
+    (tmp_path / "texts").mkdir()
+    for i in range(5):
+        (tmp_path / "texts" / f"{i}.txt").write_text(TEXT * (9 + i))
+    module(str(tmp_path / "texts"), tmp_path).setup("fit")
+    told = capsys.readouterr().out
+    assert told.startswith("training text: ") and told.endswith("2.txt and 2 more\n")
+    TextDataModule(cache_dir=str(tmp_path / "cache")).setup("fit")
+    assert "training text: the built-in sample" in capsys.readouterr().out
+
+
 def test_describe_gives_the_counts_for_perplexities_per_word_and_byte(tmp_path):
     text = "one two three four five six seven eight\nnine tén"  # 10 words
     test = write_lines(tmp_path / "t.jsonl", [text])

@@ -146,9 +146,8 @@ def _print_evaluation(record: dict[str, Any], headline: list[list[str]], path: P
     rows = [
         *headline,
         ["loss", "–" if loss["value"] is None else f"{loss['value']:.4f}  n = {loss['n']:,}"],
-        ["weights", f"{checkpoint['weights']}, after {epoch} epochs"],
+        ["weights", f"{checkpoint['weights']}, after {epoch} epoch{'' if epoch == 1 else 's'}"],
         ["checkpoint", checkpoint["file"]],
-        ["written to", str(path)],
     ]
     per_class = record.get("per_class") or []
     sets = per_class if isinstance(per_class, dict) else {"class": per_class}
@@ -157,6 +156,7 @@ def _print_evaluation(record: dict[str, Any], headline: list[list[str]], path: P
             columns = [name, "n", "correct", "accuracy", "95 % interval"]
             print_table(f"By {name}", columns, [_class_cells(row) for row in found])
     print_table(f"{record['model']} on {record['data']['name']}", ["", ""], rows)
+    print(f"written to {path}", flush=True)
 
 
 def _class_cells(row: dict[str, Any]) -> list[str]:

@@ -196,6 +196,10 @@ class TextDataModule(LabelledDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Finds the text, and its tokens where the tokenizer is known: faults show at the start."""
+        if stage == "fit" and self._world()[1] == 0:
+            names = self.parts.files()["train"]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            print(f"training text: {', '.join(names[:3])}{more}", flush=True)
         for part in self._needed():
             self.parts.require(part)
             if self.has_tokenizer:
