@@ -70,26 +70,31 @@ def attach(model: nn.Module, config: PreProjConfig | None = None) -> nn.Module:
             matches nothing, the model carries the method already, or a module cannot take it.
         TypeError: if `config` is no PreProjConfig.
     """
-    config = config or PreProjConfig()
+    config = _checked(config)
     _attach(model, config, find_sites(_attachable(model, config), config))
     return model
 
 
 def attach_block(block: nn.Module, config: PreProjConfig | None = None) -> nn.Module:
     """`attach` for one transformer block; `config.layers` does not apply. Returns the block."""
-    config = config or PreProjConfig()
+    config = _checked(config)
     if config.layers is not None or config.attention is not None:
         raise ValueError("attach_block takes one known block: layers and attention must be None")
     _attach(block, config, block_sites(_attachable(block, config)))
     return block
 
 
-def _attachable(model: nn.Module, config: PreProjConfig) -> nn.Module:
+def _checked(config: PreProjConfig | None) -> PreProjConfig:
+    config = config or PreProjConfig()
     if not isinstance(config, PreProjConfig):
         raise TypeError(
             f"config must be a PreProjConfig or None, found {config!r}; of a mapping, "
             "PreProjConfig.from_dict makes one"
         )
+    return config
+
+
+def _attachable(model: nn.Module, config: PreProjConfig) -> nn.Module:
     if not config.enabled:
         raise ValueError("nothing to attach: pre_projection and content_skip are both False")
     refuse_compiled(model)

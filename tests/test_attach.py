@@ -133,8 +133,11 @@ def test_attach_refuses_a_second_time_a_mapping_a_compiled_model_and_a_patched_f
     model = attach(tiny("vit"))
     with pytest.raises(ValueError, match="attached already, at 'blocks.0.attn'"):
         attach(model)
-    with pytest.raises(TypeError, match="found {'expansion': 2}; of a mapping, PreProjConfig.from"):
-        attach(tiny("vit"), {"expansion": 2})
+    base = tiny("vit")
+    told = "found {'expansion': 2}; of a mapping, PreProjConfig.from"
+    for call, module in ((attach, base), (attach_block, base.blocks[0])):
+        with pytest.raises(TypeError, match=told):
+            call(module, {"expansion": 2})
     compiled = torch.compile(model)
     for call in (attach, detach, freeze_base):
         with pytest.raises(ValueError, match="compiled: give the model inside"):

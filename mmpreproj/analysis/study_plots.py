@@ -32,6 +32,7 @@ FAR = 1.5  # ranges of the other arms: an arm further off is told, and not drawn
 FENCE = 1.5  # interquartile ranges: a candidate further off the others is counted, and not in view
 
 Rows = Sequence[Mapping[str, Any]]
+Points = Sequence[tuple[float, float]]
 
 
 def arms_by_seed(rows: Rows, title: str = "") -> Figure:
@@ -106,7 +107,9 @@ def frontier(rows: Rows, learned: str, kept: Sequence[str], title: str = "") -> 
     figure = canvas(Figure(figsize=(5.2 * len(kept), 5.4), layout="constrained"))
     for axis, name in zip(figure.subplots(1, len(kept), squeeze=False)[0], kept, strict=True):
         tidy(axis, "both")
-        _set_view(axis, rows, learned, name)
+        tried: list[tuple[float, float]] = []
+        final: list[tuple[float, float]] = []
+        levels: list[float] = []
         for place, row in enumerate(rows):
             colour = _colour(place)
             for style, (kind, points) in zip(
@@ -114,6 +117,7 @@ def frontier(rows: Rows, learned: str, kept: Sequence[str], title: str = "") -> 
             ):
                 label = f"{row['arm']}{f' ({kind})' if kind else ''}"
                 xs, ys = [p[0] for p in points], [p[1] for p in points]
+                tried += zip(xs, ys, strict=True)
                 axis.plot(xs, ys, style, color=colour, ms=4, lw=1, alpha=0.8, label=label)
                 for x, y, rate, chosen in points:
                     axis.annotate(f" {rate}", (x, y), fontsize=6.5, color=colour, clip_on=True)
@@ -124,8 +128,10 @@ def frontier(rows: Rows, learned: str, kept: Sequence[str], title: str = "") -> 
                 continue
             if not row["candidates"]:  # the base, mostly, which has learned nothing
                 label = f"{row['arm']} (its {learned}: {x['mean']:.4g})"
+                levels.append(y["mean"])
                 axis.axhline(y["mean"], color=colour, ls=":", label=label)
             else:
+                final.append((x["mean"], y["mean"]))
                 axis.errorbar(
                     x["mean"],
                     y["mean"],
@@ -138,6 +144,7 @@ def frontier(rows: Rows, learned: str, kept: Sequence[str], title: str = "") -> 
                     mew=0.6,
                     label=f"{row['arm']}, final",
                 )
+        _set_view(axis, tried, final, levels)
         axis.set(xlabel=_better(rows, learned), ylabel=_better(rows, name))
         _scale(axis.xaxis, rows, learned)
         _scale(axis.yaxis, rows, name)
@@ -181,27 +188,16 @@ def _lines(
     }
 
 
-def _set_view(axis: Any, rows: Rows, learned: str, kept: str) -> None:
+def _set_view(axis: Any, tried: Points, final: Points, levels: Sequence[float]) -> None:
     """Limit the axes to the final runs and to the candidates near each other; count the rest."""
-    tried = [
-        (x, y) for row in rows for ps in _lines(row, learned, kept).values() for x, y, *_ in ps
-    ]
-    final = [
-        (x, y)
-        for row in rows
-        if None not in (x := row["figures"][learned]["mean"], y := row["figures"][kept]["mean"])
-        and row["candidates"]
-    ]
-    levels = [row["figures"][kept]["mean"] for row in rows if not row["candidates"]]
     fences = [_fence(values) for values in zip(*tried, strict=True)]
     near = [p for p in tried if all(a <= v <= b for v, (a, b) in zip(p, fences, strict=True))]
     if len(near) == len(tried):
         return
     xs, ys = zip(*near, *final, strict=True)
-    for set_limits, values in ((axis.set_xlim, xs), (axis.set_ylim, [*ys, *levels])):
-        known = [value for value in values if value is not None]
-        room = 0.06 * (max(known) - min(known))
-        set_limits(min(known) - room, max(known) + room)
+    for set_limits, values in ((axis.set_xlim, xs), (axis.set_ylim, (*ys, *levels))):
+        room = 0.06 * (max(values) - min(values))
+        set_limits(min(values) - room, max(values) + room)
     axis.set_title(f"{len(tried) - len(near)} of {len(tried)} candidates off the scale", fontsize=9)
 
 
