@@ -24,6 +24,7 @@ from mmpreproj.attach import (
     preproj_modules,
     refuse_compiled,
 )
+from mmpreproj.files import write_whole
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.sites import find_sites
 
@@ -70,9 +71,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
             "fingerprint": fingerprint(model),
         },
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / WEIGHTS_FILE, safetensors.torch.save(tensors))
-    _replace(folder / CONFIG_FILE, (json.dumps(described, indent=2) + "\n").encode())
+    write_whole(folder / WEIGHTS_FILE, safetensors.torch.save(tensors))
+    write_whole(folder / CONFIG_FILE, json.dumps(described, indent=2) + "\n")
     return folder
 
 
@@ -238,10 +238,3 @@ def _whole(tensor: Tensor) -> Tensor:
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
     return tensor.cpu().contiguous()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    unfinished = path.with_suffix(path.suffix + ".part")
-    unfinished.write_bytes(content)
-    os.replace(unfinished, path)

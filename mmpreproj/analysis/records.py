@@ -10,12 +10,13 @@ import json
 import math
 import os
 import statistics
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from mmpreproj.files import write_whole
 
 Z_95 = 1.959963984540054  # standard normal quantile at 0.975
 
@@ -99,19 +100,8 @@ def plain(value: Any) -> Any:
 
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> Path:
     """Write `content` as indented JSON; a reader never sees half a file. Returns the path."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        os.chmod(name, 0o644)  # mkstemp gives 0600, which would hide results from colleagues
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    return path
+    return write_whole(path, text + "\n")
 
 
 def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmpreproj.backbones.hub import cached_snapshot, require_hub
-from mmpreproj.backbones.whole_folder import whole_folder
+from mmpreproj.files import whole_folder
 
 _logger = logging.getLogger(__name__)
 

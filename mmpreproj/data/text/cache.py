@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from mmpreproj.backbones.tokenizers import number_of_ids
-from mmpreproj.backbones.whole_folder import remove_folder, whole_folder
 from mmpreproj.data.text.pieces import Piece
 from mmpreproj.data.text.tokenizers import dtype_for, encode
+from mmpreproj.files import remove_folder, whole_folder
 
 BATCH_CHARACTERS = 1 << 21
 BATCH_PIECES = 4096

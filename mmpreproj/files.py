@@ -1,4 +1,4 @@
-"""Folders that are whole or not there at all, whatever is interrupted or runs at the same time."""
+"""Files and folders that are whole or not there at all, whatever is interrupted or runs beside."""
 
 from __future__ import annotations
 
@@ -10,6 +10,36 @@ import socket
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+
+
+def cache_folder(kind: str) -> Path:
+    """mmpreproj/KIND in $XDG_CACHE_HOME, or in ~/.cache. It need not exist."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(cache) / "mmpreproj" / kind
+
+
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> Path:
+    """Write a file (text as UTF-8) in one step, over one that is there; folders are made.
+
+    It is on the disk before it takes the name, so that a power cut leaves the old one or the new.
+
+    Raises:
+        OSError: naming `path`, and what was there stays.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _beside(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, os.fspath(path)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
 
 
 @contextlib.contextmanager
@@ -48,8 +78,8 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(away, ignore_errors=True)
 
 
-def _beside(folder: Path) -> Path:
-    return folder.parent / f".{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
+def _beside(path: Path) -> Path:
+    return path.parent / f".{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
 
 
 def _remove_abandoned(parent: Path) -> None:
