@@ -4,7 +4,7 @@ A subclass gives `dataset(split, n_padding)` and `split_size(split)`; see target
 sampling.py for the order of training items.
 """
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -23,6 +23,11 @@ except ImportError as error:
 class LabelledDataModule(LightningDataModule):
     """Base of data modules whose parts "train", "val" and "test" are datasets of known size.
 
+    Training asks a data module what it `gives`, and for `has_split`, `describe` and
+    `gather_bad_files`; images for `classes` and `resolved_data_config`, clips for `label_sets`,
+    `opposites` and the latter, once it has set `data_config` to the model's input; text for
+    `has_tokenizer`, `tokenizer` and `block_size`. See `Answers` for modules of another base.
+
     Args:
         batch_size: items in a training batch, on each process.
         eval_batch_size: the same for validation and test; None: batch_size.
@@ -31,6 +36,8 @@ class LabelledDataModule(LightningDataModule):
             do the items).
     """
 
+    gives: ClassVar[Literal["images", "clips", "text"]]
+    """The kind of its batches, which a training module `needs`."""
     items = "items"
     """What the items are called in messages."""
 
@@ -124,3 +131,35 @@ class LabelledDataModule(LightningDataModule):
     def _world(self) -> tuple[int, int]:
         """Number of processes, and which one this is."""
         return (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+
+
+class Answers:
+    """What training asks a data module: its own answers, or else those assumed here.
+
+    A LightningDataModule of a user's own may have any part of what LabelledDataModule lists. None
+    is for no data module at all.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        self._assumed = {
+            "classes": None,
+            "label_sets": None,
+            "opposites": {},
+            "resolved_data_config": None,
+            "has_split": lambda split: True,
+            "describe": lambda: {"name": type(data).__name__},
+            "gather_bad_files": lambda: None,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name, self._assumed[name])
+
+    @property
+    def gives(self) -> str | None:
+        """The kind of the batches; None where that cannot be told."""
+        if stated := getattr(self._data, "gives", None):
+            return stated
+        if hasattr(self._data, "has_tokenizer"):
+            return "text"
+        return "clips" if hasattr(self._data, "label_sets") else None

@@ -19,7 +19,6 @@ from timm.models import get_model_input_config
 from torch import Tensor, nn
 
 import mmpreproj
-from mmpreproj.data.image import ImageDataModule
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.training.weights import (
     REPOSITORIES,
@@ -178,18 +177,23 @@ def num_frames(model: nn.Module) -> int | None:
     return getattr(model, "num_frames", None)
 
 
-def check_kind(model: nn.Module, data: Any) -> None:
-    """Raises ValueError if the data module gives images to a video model, or clips to another."""
-    clips, takes_clips = hasattr(data, "label_sets"), num_frames(model) is not None
-    if clips and not takes_clips:
+def check_kind(model: nn.Module, data: str, gives: str | None) -> None:
+    """Raises ValueError if a data module gives images to a video model, or clips to another.
+
+    Args:
+        data: the data module's name.
+        gives: "images" or "clips"; None: not known.
+    """
+    takes_clips = num_frames(model) is not None
+    if gives == "clips" and not takes_clips:
         raise ValueError(
-            f"{type(data).__name__} gives clips, {type(model).__name__} takes images: choose a "
-            "video model, such as video_vit_preproj_small"
+            f"{data} gives clips, {type(model).__name__} takes images: choose a video model, such "
+            "as video_vit_preproj_small"
         )
-    if takes_clips and isinstance(data, ImageDataModule):
+    if gives == "images" and takes_clips:
         raise ValueError(
-            f"{type(data).__name__} gives images, {type(model).__name__} takes clips: use "
-            "VideoDataModule, or an image model"
+            f"{data} gives images, {type(model).__name__} takes clips: use VideoDataModule, or an "
+            "image model"
         )
 
 

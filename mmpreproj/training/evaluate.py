@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from mmpreproj.analysis.records import read_yaml, write_json
+from mmpreproj.data.loaders import Answers
 from mmpreproj.training.cli import quieten
 from mmpreproj.training.report import print_table
 from mmpreproj.training.runs import environment, find_checkpoint, load_run
@@ -78,11 +79,11 @@ def evaluate(
     seconds = time.perf_counter() - started
     result = module.test_result
     if not result or not result.get("n"):
-        raise ValueError(f"the test part is empty: {data.describe()}")
+        raise ValueError(f"the test part is empty: {Answers(data).describe()}")
     record = {
         **module.facts(),
         "checkpoint": module.loaded,
-        "data": data.describe() if hasattr(data, "describe") else {"name": type(data).__name__},
+        "data": Answers(data).describe(),
         "test": module.metrics(result),
         "seconds": seconds,
         "environment": environment(None, str(trainer.strategy.root_device)),

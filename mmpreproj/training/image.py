@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mmpreproj.data.loaders import Answers
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.training import build
 from mmpreproj.training.metrics import EvaluationMetrics, class_rows, metrics_of, percent
@@ -132,22 +133,17 @@ class ImageClassifier(TrainedModule):
                 f"{build.some(classes)}, model {build.some(self.classes)}"
             )
         self.classes = classes or self.classes
-        if data is not None and hasattr(data, "data_config"):
-            build.check_kind(self.model, data)
+        if data is not None:
+            build.check_kind(self.model, type(data).__name__, Answers(data).gives)
             data.data_config = build.input_config(self.model)
-            used = getattr(data, "resolved_data_config", None)
+            used = Answers(data).resolved_data_config
             build.check_image_size(self.model, used)
             self.data_config = build.listed(used or data.data_config)
 
-    def check_data(self, data: Any) -> None:
-        """Raises ValueError if the data module gives what another module trains on."""
-        if hasattr(data, "label_sets"):
-            name = type(data).__name__
-            raise ValueError(f"{name} goes with VideoClassifier, not with {type(self).__name__}")
-
     def classes_of(self, data: Any) -> list[str] | None:
         """Names of the model's outputs, as the data have them; None without data."""
-        return list(data.classes) if data is not None and hasattr(data, "classes") else None
+        classes = Answers(data).classes
+        return None if classes is None else list(classes)
 
     def _resolve_num_classes(self, classes: list[str] | None) -> int:
         given = self.hparams.num_classes

@@ -19,6 +19,7 @@ from mmpreproj.backbones.checkpointing import set_checkpointing, train_blocks
 from mmpreproj.backbones.lm_head import lm_head_of
 from mmpreproj.backbones.text import load_language_model, new_language_model
 from mmpreproj.backbones.tokenizers import check_hash, check_tokenizer, tokenizer_hash
+from mmpreproj.data.loaders import Answers
 from mmpreproj.data.text.portable import from_text, to_text
 from mmpreproj.evaluation.continuation import continue_text
 from mmpreproj.evaluation.suite import EvaluationConfig, read_suite, run_suite
@@ -70,7 +71,9 @@ class LanguageModel(TrainedModule):
     """
 
     monitor = ("val/loss", "min")
-    counted = "tokens"
+    needs = "text"
+    counts = "tokens"
+    predicts = "text"
     large = True
 
     def __init__(
@@ -154,16 +157,17 @@ class LanguageModel(TrainedModule):
     def configure_model(self) -> None:
         """Build the model, once, and agree with the data on the tokenizer."""
         data = self._data()
+        self.check_data(data)
         if self.model is None:
             self.check_average()
             self._build(data)
-        if data is not None and hasattr(data, "has_tokenizer"):
+        if Answers(data).gives == self.needs:
             self._agree(data)
 
     def _build(self, data: Any) -> None:
         h = self.hparams
         if h.model is None:
-            if data is not None and hasattr(data, "has_tokenizer"):
+            if Answers(data).gives == self.needs:
                 self.tokenizer = data.tokenizer
             if self.tokenizer is None:
                 raise ValueError("a new model needs a tokenizer: give the trainer a TextDataModule")
@@ -301,7 +305,7 @@ class LanguageModel(TrainedModule):
             return {"n": 0}
         result: dict[str, Any] = {"n": n, "nll": nll, "loss": nll / n}
         self.log_dict({f"{stage}/loss": nll / n, f"{stage}/n": float(n)}, prog_bar=True)
-        facts = self._data().describe().get(stage) if hasattr(self._data(), "describe") else None
+        facts = Answers(self._data()).describe().get(stage)
         if facts and facts.get("n_tokens") == n + 1:  # the whole part: its words and bytes count
             result |= {"words": facts["n_words"], "bytes": facts["n_bytes"]}
         return result
@@ -356,7 +360,7 @@ class LanguageModel(TrainedModule):
     # ---- records and what is shown --------------------------------------------------------------
 
     def adopt(self, data: Any) -> None:
-        if hasattr(data, "has_tokenizer"):
+        if Answers(data).gives == self.needs:
             data.tokenizer = self.tokenizer
 
     def facts(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from mmpreproj.data.loaders import Answers
 from mmpreproj.training import build
 from mmpreproj.training.metrics import counter, exact
 from mmpreproj.training.recipe import make_optimizer, make_schedule
@@ -34,8 +35,12 @@ class TrainedModule(LightningModule):
 
     monitor: ClassVar[tuple[str, str]] = ("val/top1", "max")
     """What the best checkpoint is chosen by; of equal ones, the one with the lower val/loss."""
-    counted: ClassVar[str] = "images"
+    needs: ClassVar[str] = "images"
+    """The kind of batches, as a data module `gives` them: "images", "clips" or "text"."""
+    counts: ClassVar[str] = "images"
     """What a batch is counted in, and the speed told in."""
+    predicts: ClassVar[str] = "classes"
+    """What it makes of a person's input: "classes", of a file, or "text", behind a prompt."""
     large: ClassVar[bool] = False
     """The tested module itself is reported: a second copy of the weights would not be wanted."""
 
@@ -63,8 +68,7 @@ class TrainedModule(LightningModule):
 
     def adopt(self, data: Any) -> None:
         """Tell a data module that was made for the loaded model what the model takes."""
-        if hasattr(data, "data_config"):
-            data.data_config = dict(self.data_config or {}) or None
+        data.data_config = dict(self.data_config or {}) or None
 
     def facts(self) -> dict[str, Any]:
         """Plain facts about this task's model for a record."""
@@ -75,7 +79,7 @@ class TrainedModule(LightningModule):
         raise NotImplementedError
 
     def count(self, batch: Any) -> int:
-        """How much a batch of this process is, in what `counted` names."""
+        """How much a batch of this process is, in what `counts` names."""
         return len(batch[1])
 
     def examples_float(self) -> Tensor | None:
@@ -93,6 +97,14 @@ class TrainedModule(LightningModule):
 
     def _data(self) -> Any:
         return None if self._trainer is None else getattr(self._trainer, "datamodule", None)
+
+    def check_data(self, data: Any) -> None:
+        """Raises ValueError if the data module gives what another module trains on."""
+        gives = Answers(data).gives
+        if gives not in (None, self.needs):
+            fit = {"images": "ImageClassifier", "clips": "VideoClassifier", "text": "LanguageModel"}
+            name = type(data).__name__
+            raise ValueError(f"{name} goes with {fit[gives]}, not with {type(self).__name__}")
 
     def resumes(self) -> bool:
         """Whether a checkpoint will be loaded over the weights: starting weights are pointless."""

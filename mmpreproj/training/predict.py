@@ -19,7 +19,6 @@ from mmpreproj.training.cli import quieten
 from mmpreproj.training.module import TrainedModule
 from mmpreproj.training.report import print_table
 from mmpreproj.training.runs import load_run
-from mmpreproj.training.video import VideoClassifier
 
 DRAWN = 64  # more files than this are listed but not drawn
 
@@ -34,7 +33,7 @@ def predict(
     probability), …]}], errors that name the files which could not be read). With several label sets
     "top" is the likeliest of the first, and "sets" has all.
     """
-    read = _read_video if isinstance(module, VideoClassifier) else _read_image
+    read = _read_video if module.needs == "clips" else _read_image
     found, errors = [], []
     for file in files:
         try:
@@ -71,7 +70,7 @@ def _read_video(module: TrainedModule, data: Any, file: str) -> tuple[dict[str, 
 
 def _scores(module: TrainedModule, pixels: torch.Tensor) -> list[tuple[str, Any, list[str]]]:
     """(label set, probabilities [K], class names) for each label set."""
-    if isinstance(module, VideoClassifier):
+    if module.needs == "clips":
         assert module.label_sets is not None
         parts = [part[0].exp() for part in module.log_probabilities(pixels)]
         named = zip(module.label_sets.items(), parts, strict=True)
@@ -119,7 +118,7 @@ def predict_main(args: Sequence[str] | None = None) -> int:
     if known.adapter is not None or not _is_run(known.run):
         return _continue_with_model(known)
     module, data = load_run(known.run, known.which)
-    if module.counted == "tokens":
+    if module.predicts == "text":
         return _continue(module.evaluated, module.tokenizer, known)
     found, errors = predict(module, data, known.inputs, known.top)
     if found:

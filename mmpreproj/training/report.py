@@ -11,6 +11,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 import mmpreproj
 from mmpreproj.analysis.records import write_json
 from mmpreproj.analysis.skip import skip_strength, write_csv
+from mmpreproj.data.loaders import Answers
 from mmpreproj.training import build
 from mmpreproj.training.callbacks import Clock, peak_memory
 from mmpreproj.training.checkpoints import BestCheckpoint
@@ -42,16 +43,15 @@ def finish_run(
     training = {
         "seconds": clock.seconds,
         "train_seconds": clock.train_seconds,
-        f"{module.counted}_per_second": clock.per_second(trainer.world_size),
+        f"{module.counts}_per_second": clock.per_second(trainer.world_size),
         "processes": trainer.world_size,
     }
     history, updates = module.history, trainer.global_step
-    test = test and (not hasattr(data, "has_split") or data.has_split("test"))
+    test = test and Answers(data).has_split("test")
     if test:
         trainer.test(module, data, ckpt_path=chosen["file"], weights_only=True, verbose=False)
         module.history = history
-    if hasattr(data, "gather_bad_files"):
-        data.gather_bad_files()
+    Answers(data).gather_bad_files()
     if not trainer.is_global_zero:
         return
     reported = _reported(chosen["file"], module, test)
@@ -64,7 +64,7 @@ def finish_run(
         "run": folder.name,
         "seed": seed,
         **module.facts(),
-        "data": data.describe() if hasattr(data, "describe") else {"name": type(data).__name__},
+        "data": Answers(data).describe(),
         "checkpoint": {**chosen, "file": chosen["file"] and Path(chosen["file"]).name},
         "test": module.metrics(module.test_result),
         "validation": None

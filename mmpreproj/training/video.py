@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmpreproj.analysis.records import proportion
+from mmpreproj.data.loaders import Answers
 from mmpreproj.training.image import ImageClassifier
 from mmpreproj.training.metrics import (
     EvaluationMetrics,
@@ -38,7 +39,8 @@ class VideoClassifier(ImageClassifier):
         keywords: those of ImageClassifier.
     """
 
-    counted = "videos"
+    needs = "clips"
+    counts = "videos"
 
     def __init__(
         self,
@@ -57,16 +59,17 @@ class VideoClassifier(ImageClassifier):
 
     def check_data(self, data: Any) -> None:
         """Raises ValueError if the data module gives what another module trains on."""
-        if data is not None and not hasattr(data, "label_sets"):
+        if data is not None and Answers(data).gives != self.needs:
             raise ValueError(
                 f"VideoClassifier takes a VideoDataModule, found {type(data).__name__}; for "
                 "pictures use ImageClassifier"
             )
 
     def classes_of(self, data: Any) -> list[str] | None:
-        if data is None or not hasattr(data, "label_sets"):
+        label_sets = Answers(data).label_sets
+        if label_sets is None:
             return None
-        found = {name: list(classes) for name, classes in data.label_sets.items()}
+        found = {name: list(classes) for name, classes in label_sets.items()}
         if self.mix_config.enabled and len(found) > 1:
             raise ValueError(
                 f"mix: mixed clips have one label set, the data have {', '.join(found)}; set "
@@ -164,7 +167,7 @@ class VideoClassifier(ImageClassifier):
 
     def _opposites(self) -> Mapping[str, Mapping[str, str]]:
         """{label set: {class: class that the reversed video is of}}, where the data know."""
-        return getattr(self._data(), "opposites", None) or {}
+        return Answers(self._data()).opposites
 
     # ---- results --------------------------------------------------------------------------------
 

@@ -94,6 +94,7 @@ class ImageDataModule(LabelledDataModule):
         self.data_config: dict[str, Any] | None = None
         """The model's input configuration, needed by loaders; the Lightning module sets it."""
 
+    gives = "images"
     items = "images"
 
     # What a subclass provides

@@ -69,6 +69,7 @@ class TextDataModule(LabelledDataModule):
         drop_last: leave out the last, smaller training batch of an epoch.
     """
 
+    gives = "text"
     items = "blocks"
 
     def __init__(

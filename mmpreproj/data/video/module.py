@@ -3,7 +3,7 @@
 import os
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -85,7 +85,10 @@ class VideoDataModule(LabelledDataModule):
             training part's. Numbers in a list are then indices into them.
     """
 
+    gives = "clips"
     items = "videos"
+    opposites: ClassVar[dict[str, dict[str, str]]] = {}
+    """{label set: {class: class of the reversed video}}, where that is known."""
 
     def __init__(
         self,
