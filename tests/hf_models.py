@@ -7,7 +7,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers_models import BASE, BERT, IMAGE, V_JEPA, VIDEO, randomise  # noqa: E402
 
-from mmpreproj.training import build  # noqa: E402
+from mmpreproj.backbones import building  # noqa: E402
 
 transformers.logging.disable_progress_bar()
 transformers.logging.set_verbosity_error()
@@ -67,12 +67,12 @@ def saved(case, folder, **changed):
 
 
 def built(folder, num_classes=CLASSES, model_args=None, pretrained=True, **keywords):
-    return build.build_model(f"hf:{folder}", num_classes, model_args, pretrained, **keywords)
+    return building.build_model(f"hf:{folder}", num_classes, model_args, pretrained, **keywords)
 
 
 def inputs(model, batch=2):
     dtype = next(model.parameters()).dtype
-    return torch.randn(batch, *build.input_config(model)["input_size"], dtype=dtype)
+    return torch.randn(batch, *building.input_config(model)["input_size"], dtype=dtype)
 
 
 @torch.no_grad()

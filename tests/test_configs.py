@@ -8,8 +8,9 @@ import yaml
 from text_data import character_tokenizer
 
 from mmpreproj.analysis.study import Study
+from mmpreproj.backbones import building
 from mmpreproj.backbones.text import new_language_model
-from mmpreproj.training import LanguageModel, build
+from mmpreproj.training import LanguageModel
 from mmpreproj.training.cli import TrainCLI
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -36,7 +37,7 @@ def built(cli):
         return new_language_model(h.model_type, h.model_args, tokenizer, cli.model.preproj_config)
     if h.model.startswith("hf:"):
         return None
-    return build.build_model(
+    return building.build_model(
         h.model, h.num_classes or 10, h.model_args, preproj=cli.model.preproj_config
     )
 
@@ -49,12 +50,12 @@ def test_configs_are_valid_and_build(path, tmp_path):
     if model is None:
         return
     if cli.model.hparams.freeze_base:
-        build.freeze(model)
+        building.freeze(model)
     with torch.no_grad():
         if isinstance(cli.model, LanguageModel):
             assert model.eval()(torch.zeros(1, 8, dtype=torch.long)).logits.shape == (1, 8, 32)
         else:
-            size = build.input_config(model)["input_size"]
+            size = building.input_config(model)["input_size"]
             assert model.eval()(torch.zeros(1, *size)).shape == (1, 10)
 
 

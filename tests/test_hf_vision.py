@@ -23,7 +23,8 @@ from transformers_models import IMAGE, randomise  # noqa: E402
 
 import mmpreproj  # noqa: E402
 from mmpreproj import PreProjConfig  # noqa: E402
-from mmpreproj.training import ImageClassifier, VideoClassifier, build  # noqa: E402
+from mmpreproj.backbones import building  # noqa: E402
+from mmpreproj.training import ImageClassifier, VideoClassifier  # noqa: E402
 from mmpreproj.training.recipe import OptimizerConfig, make_optimizer  # noqa: E402
 
 
@@ -57,8 +58,8 @@ def test_every_trainable_parameter_gets_a_gradient(case, tmp_path):
 def test_frozen_only_the_method_and_the_head_train(case, tmp_path):
     saved(case, tmp_path)
     model = built(tmp_path, preproj=PreProjConfig())
-    build.freeze(model)
-    build.set_frozen_modes(model.train())
+    building.freeze(model)
+    building.set_frozen_modes(model.train())
     heads = tuple(f"model.{path}." for path in HEADS.get(case, ["classifier"]))
     expected = {n for n, _ in model.named_parameters() if ".preproj." in n or n.startswith(heads)}
     assert {n for n, p in model.named_parameters() if p.requires_grad} == expected
@@ -165,7 +166,7 @@ def test_dinov3_gets_the_classifier_of_dinov2s_evaluation(tmp_path):
         head = model.get_classifier()
         assert torch.equal(model(x), head(pooled))
     assert tokens.shape[1] == 3 + 2 * 4  # not square: 2 x 4 patches
-    build.freeze(model)
+    building.freeze(model)
     rest = {n for n, p in model.named_parameters() if p.requires_grad and ".preproj." not in n}
     assert rest == {"model.classifier.weight", "model.classifier.bias"}
 
@@ -190,13 +191,13 @@ def test_checkpointing_recomputes_every_block_frozen_or_not(case, frozen, tmp_pa
     saved(case, tmp_path)
     model = built(tmp_path, preproj=PreProjConfig(init_std=0.1))
     if frozen:
-        build.freeze(model)
+        building.freeze(model)
     x, found = inputs(model), []
     for enable in (False, True):
         model.set_grad_checkpointing(enable)
         model.train()
         if frozen:
-            build.set_frozen_modes(model)
+            building.set_frozen_modes(model)
         attentions = mmpreproj.preproj_modules(model).values()
         counts = [Calls(module) for module in attentions]
         model.zero_grad()
@@ -213,9 +214,9 @@ def test_checkpointing_recomputes_every_block_frozen_or_not(case, frozen, tmp_pa
 def test_checkpointing_leaves_a_frozen_base_without_drop_path(tmp_path):
     saved("dinov2", tmp_path, drop_path_rate=0.5)
     model = built(tmp_path, preproj=PreProjConfig())
-    build.freeze(model)
+    building.freeze(model)
     model.set_grad_checkpointing()
-    build.set_frozen_modes(model.train())
+    building.set_frozen_modes(model.train())
     x = inputs(model, batch=8)
     assert torch.equal(logits(model, x), logits(model.eval(), x))
 
@@ -229,7 +230,7 @@ def test_a_reset_head_keeps_precision_and_leaves_the_rest(case, tmp_path):
     x = inputs(model)
     assert logits(model, x).shape == (2, 7) and logits(model, x).dtype == torch.bfloat16
     model.reset_classifier(0)
-    assert not any("classifier" in name for name in build.classifier_names(model))
+    assert not any("classifier" in name for name in building.classifier_names(model))
     assert model.num_classes == 0 and logits(model, x).shape == (2, model.num_features)
     model.reset_classifier(4)
     assert logits(model, x).shape == (2, 4)

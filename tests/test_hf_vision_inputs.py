@@ -9,8 +9,8 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import CLASSES, built, inputs, logits, reference, saved, transformers_logits  # noqa: E402
 
+from mmpreproj.backbones import building  # noqa: E402
 from mmpreproj.backbones.hf_inputs import PREPROCESSOR_FILES, input_of  # noqa: E402
-from mmpreproj.training import build  # noqa: E402
 
 
 def test_fields_of_the_configuration_can_be_changed(tmp_path):
@@ -21,7 +21,7 @@ def test_fields_of_the_configuration_can_be_changed(tmp_path):
     assert model.model.timesformer.embeddings.pos_drop.p == 0.3
     saved("vjepa2", tmp_path / "rotary")  # no tables of positions: weights fit every size
     model = built(tmp_path / "rotary", model_args={"num_frames": 6, "img_size": 24})
-    assert build.input_config(model)["input_size"] == [3, 6, 24, 24]
+    assert building.input_config(model)["input_size"] == [3, 6, 24, 24]
     saved("clip", tmp_path / "towers")
     args = {"image_size": 24, "attention_dropout": 0.2}
     model = built(tmp_path / "towers", model_args=args, pretrained=False)
@@ -77,8 +77,8 @@ def test_another_number_of_frames_is_refused_where_the_model_is_fixed(case, fram
     with pytest.raises(ValueError, match=f"clips of 4 frames, found {frames}"):
         model(torch.randn(1, 3, frames, 16, 16))
     with pytest.raises(ValueError, match=f"clips of 4 frames, found {frames}"):
-        build.check_image_size(model, {"input_size": [3, frames, 16, 16]})
-    build.check_image_size(model, {"input_size": [3, 4, 16, 16]})
+        building.check_image_size(model, {"input_size": [3, frames, 16, 16]})
+    building.check_image_size(model, {"input_size": [3, 4, 16, 16]})
 
 
 @pytest.mark.parametrize("frames", [2, 8])
@@ -95,7 +95,7 @@ def test_models_that_adapt_to_other_frames_equal_one_built_for_them(case, frames
     other.load_state_dict(state)
     x = torch.randn(2, 3, frames, 16, 16)
     assert torch.equal(logits(model, x), transformers_logits(other, x))
-    build.check_image_size(model, {"input_size": [3, frames, 16, 16]})
+    building.check_image_size(model, {"input_size": [3, frames, 16, 16]})
 
 
 def test_inputs_of_another_kind_or_size_are_refused(tmp_path):
@@ -113,18 +113,18 @@ def test_inputs_of_another_kind_or_size_are_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             model(torch.randn(shape))
     with pytest.raises(ValueError, match="the data give clips, HFClassifier takes images"):
-        build.check_image_size(image, {"input_size": [3, 4, 16, 16]})
+        building.check_image_size(image, {"input_size": [3, 4, 16, 16]})
     with pytest.raises(ValueError, match="the data give images, HFClassifier takes clips"):
-        build.check_image_size(video, {"input_size": [3, 16, 16]})
+        building.check_image_size(video, {"input_size": [3, 16, 16]})
     with pytest.raises(ValueError, match="takes 16x16 px, found 32x32"):
-        build.check_image_size(image, {"input_size": [3, 32, 32]})
+        building.check_image_size(image, {"input_size": [3, 32, 32]})
 
 
 def test_sizes_that_are_not_square_run_where_the_model_takes_them(tmp_path):
     for case, args in (("vit", {"image_size": [16, 24]}), ("videomae", {"image_size": [24, 16]})):
         saved(case, tmp_path / case)
         model = built(tmp_path / case, model_args=args, pretrained=False)
-        assert build.input_config(model)["input_size"][-2:] == args["image_size"]
+        assert building.input_config(model)["input_size"][-2:] == args["image_size"]
         assert logits(model, inputs(model)).shape == (2, CLASSES)
     theirs = saved("dinov2", tmp_path / "dinov2")
     model = built(tmp_path / "dinov2").eval()
@@ -173,7 +173,7 @@ def test_size_crop_and_interpolation_come_from_the_preprocessing_file(tmp_path):
     settings |= {"resample": 3, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
     file = tmp_path / "preprocessor_config.json"
     file.write_text(json.dumps(settings))
-    config = build.input_config(built(tmp_path))
+    config = building.input_config(built(tmp_path))
     assert config["input_size"] == [3, 32, 32]  # DINOv2 adapts: what it is fed, not its table's
     assert (config["crop_pct"], config["crop_mode"]) == (0.8, "center")
     assert config["interpolation"] == "bicubic"
@@ -181,7 +181,7 @@ def test_size_crop_and_interpolation_come_from_the_preprocessing_file(tmp_path):
     assert config["std"] == pytest.approx([0.4, 0.5, 0.6])
     file.write_text(json.dumps({"size": {"height": 20, "width": 20}, "resample": 2}))
     saved("vit", tmp_path)
-    config = build.input_config(built(tmp_path))
+    config = building.input_config(built(tmp_path))
     assert config["input_size"] == [3, 16, 16]  # fixed, whatever the file says
     assert (config["crop_pct"], config["crop_mode"]) == (1.0, "squash")
     assert config["interpolation"] == "bilinear" and config["mean"] == [0.5, 0.5, 0.5]
@@ -193,6 +193,6 @@ def test_size_crop_and_interpolation_come_from_the_preprocessing_file(tmp_path):
 def test_input_configs_are_plain_types(tmp_path):
     for case in ("vit", "videomae"):
         saved(case, tmp_path / case)
-        config = build.input_config(built(tmp_path / case))
+        config = building.input_config(built(tmp_path / case))
         assert json.loads(json.dumps(config)) == config
     assert config["input_size"] == [3, 4, 16, 16]

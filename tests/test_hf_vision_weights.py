@@ -23,9 +23,9 @@ from hf_models import (  # noqa: E402
 from transformers_models import randomise  # noqa: E402
 
 import mmpreproj  # noqa: E402
+from mmpreproj.backbones import building  # noqa: E402
 from mmpreproj.backbones.hf_families import FAMILIES  # noqa: E402
 from mmpreproj.backbones.hf_vision import create_hf_classifier  # noqa: E402
-from mmpreproj.training import build  # noqa: E402
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -131,10 +131,10 @@ def test_code_that_comes_with_a_configuration_is_not_run(tmp_path):
 
 def test_names_without_the_prefix_say_what_to_write():
     with pytest.raises(ValueError, match="write hf:MCG-NJU/videomae-base"):
-        build.check_name("MCG-NJU/videomae-base")
-    build.check_name("hf:MCG-NJU/videomae-base")
+        building.check_name("MCG-NJU/videomae-base")
+    building.check_name("hf:MCG-NJU/videomae-base")
     with pytest.raises(ValueError, match="'hf:' is not a timm model"):
-        build.check_name("hf:")
+        building.check_name("hf:")
 
 
 def test_weights_of_a_file_are_for_timms_models(tmp_path):
@@ -165,7 +165,7 @@ def test_what_is_in_the_hubs_cache_needs_no_network(tmp_path, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
     monkeypatch.setattr("mmpreproj.backbones.hub.reachable", lambda endpoint: pytest.fail("asked"))
-    model = build.build_model("hf:someone/tiny", CLASSES, pretrained=True).eval()
+    model = building.build_model("hf:someone/tiny", CLASSES, pretrained=True).eval()
     x = inputs(model)
     assert torch.equal(logits(model, x), transformers_logits(theirs, x))
 

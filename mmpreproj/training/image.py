@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from mmpreproj.backbones import building
 from mmpreproj.data.loaders import Answers
+from mmpreproj.messages import listed
 from mmpreproj.preproj import PreProjConfig
-from mmpreproj.training import build
 from mmpreproj.training.metrics import EvaluationMetrics, class_rows, metrics_of, percent
 from mmpreproj.training.module import TrainedModule
 from mmpreproj.training.recipe import (
@@ -87,8 +88,8 @@ class ImageClassifier(TrainedModule):
             raise ValueError(f"label_smoothing must be in [0, 1), found {label_smoothing}")
         if weights is not None and pretrained:
             raise ValueError(f"give pretrained: true or weights: {weights}, not both")
-        build.check_name(model)
-        model = build.with_whole_path(model)
+        building.check_name(model)
+        model = building.with_whole_path(model)
         # Plain types only: the checkpoint must load with torch.load(weights_only=True).
         plain = {
             "model": model,
@@ -125,20 +126,23 @@ class ImageClassifier(TrainedModule):
         elif classes is not None and len(classes) != self.num_classes:
             raise ValueError(
                 f"the model has {self.num_classes} classes, the data have {len(classes)}: "
-                f"{build.some(classes)}"
+                f"{listed(classes)}"
             )
         if classes is not None and self.classes is not None and classes != self.classes:
             raise ValueError(
                 f"the data's classes are not those the model was trained on, in that order: data "
-                f"{build.some(classes)}, model {build.some(self.classes)}"
+                f"{listed(classes)}, model {listed(self.classes)}"
             )
         self.classes = classes or self.classes
         if data is not None:
-            build.check_kind(self.model, type(data).__name__, Answers(data).gives)
-            data.data_config = build.input_config(self.model)
+            building.check_kind(self.model, type(data).__name__, Answers(data).gives)
+            data.data_config = building.input_config(self.model)
             used = Answers(data).resolved_data_config
-            build.check_image_size(self.model, used)
-            self.data_config = build.listed(used or data.data_config)
+            building.check_image_size(self.model, used)
+            self.data_config = {
+                key: list(value) if isinstance(value, tuple) else value  # as checkpoints hold it
+                for key, value in (used or data.data_config).items()
+            }
 
     def classes_of(self, data: Any) -> list[str] | None:
         """Names of the model's outputs, as the data have them; None without data."""
@@ -152,7 +156,7 @@ class ImageClassifier(TrainedModule):
         if classes is not None and given is not None and given != len(classes):
             raise ValueError(
                 f"num_classes={given}, but the data have {len(classes)} classes: "
-                f"{build.some(classes)}; leave num_classes out to follow the data"
+                f"{listed(classes)}; leave num_classes out to follow the data"
             )
         return given if given is not None else len(classes or ())
 
@@ -160,7 +164,7 @@ class ImageClassifier(TrainedModule):
         h = self.hparams
         self.check_average()
         resumes = self.resumes()
-        model = build.build_model(
+        model = building.build_model(
             h.model,
             num_classes,
             h.model_args,
@@ -169,7 +173,7 @@ class ImageClassifier(TrainedModule):
             preproj=self.preproj_config,
         )
         if h.freeze_base:
-            build.freeze(model)
+            building.freeze(model)
         if h.grad_checkpointing:
             if not hasattr(model, "set_grad_checkpointing"):
                 raise ValueError(f"grad_checkpointing: {h.model} does not support it")
@@ -267,8 +271,7 @@ class ImageClassifier(TrainedModule):
         saved = facts.get("classes")
         if saved and self.classes and list(saved) != self.classes:
             raise ValueError(
-                f"the checkpoint's classes are {build.some(saved)}, the data's "
-                f"{build.some(self.classes)}"
+                f"the checkpoint's classes are {listed(saved)}, the data's {listed(self.classes)}"
             )
         self.classes = saved or self.classes
 

@@ -17,8 +17,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from mmpreproj.backbones import building
 from mmpreproj.data.loaders import Answers
-from mmpreproj.training import build
 from mmpreproj.training.metrics import counter, exact
 from mmpreproj.training.recipe import make_optimizer, make_schedule
 
@@ -141,7 +141,7 @@ class TrainedModule(LightningModule):
 
     def set_frozen_modes(self) -> None:
         """Put the frozen parts in eval mode; `train` calls it where the base is frozen."""
-        build.set_frozen_modes(self.model)
+        building.set_frozen_modes(self.model)
 
     def train(self, mode: bool = True) -> TrainedModule:
         """As in torch, but what is frozen stays in eval mode, and so does the moving average."""
@@ -267,7 +267,7 @@ class TrainedModule(LightningModule):
 
     def summary(self) -> str:
         """One line about the model, for the start of a run."""
-        counts = build.parameter_counts(self.model)
+        counts = building.parameter_counts(self.model)
         parts = [f"{counts['total']:,} parameters", f"{counts['new']:,} new"]
         if counts["trainable"] != counts["total"]:
             parts.append(f"{counts['trainable']:,} trained")

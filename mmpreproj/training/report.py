@@ -11,8 +11,8 @@ from lightning.pytorch import LightningDataModule, Trainer
 import mmpreproj
 from mmpreproj.analysis.records import write_json
 from mmpreproj.analysis.skip import skip_strength, write_csv
+from mmpreproj.backbones import building
 from mmpreproj.data.loaders import Answers
-from mmpreproj.training import build
 from mmpreproj.training.callbacks import Clock, peak_memory
 from mmpreproj.training.checkpoints import BestCheckpoint
 from mmpreproj.training.module import TrainedModule
@@ -78,7 +78,7 @@ def finish_run(
         "epochs": len(history),
         "updates": updates,
         "training": training,
-        "parameters": build.parameter_counts(reported.model) if reported else None,
+        "parameters": building.parameter_counts(reported.model) if reported else None,
         "peak_bytes": peak_memory(),
         "skip_strength": rows,
         "environment": environment(seed, str(trainer.strategy.root_device)),

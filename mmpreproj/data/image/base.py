@@ -120,8 +120,8 @@ class ImageDataModule(LabelledDataModule):
         if self.data_config is None:
             raise ValueError(
                 "the data do not know the model's input yet: set data_config = "
-                "mmpreproj.training.build.input_config(model) on the data module before asking for "
-                "loaders or transforms"
+                "mmpreproj.backbones.building.input_config(model) on the data module before asking "
+                "for loaders or transforms"
             )
         return resolve_data_config(self.data_config, **self.overrides)
 
