@@ -6,7 +6,7 @@ transformers = pytest.importorskip("transformers")
 
 import torch  # noqa: E402
 
-from mmpreproj.backbones.checkpointing import set_checkpointing, train_blocks  # noqa: E402
+from mmpreproj.backbones.modes import set_checkpointing, train_blocks  # noqa: E402
 
 BIOGPT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 BIOGPT |= {"intermediate_size": 48, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

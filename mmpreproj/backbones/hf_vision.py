@@ -14,7 +14,6 @@ from typing import Any
 from timm.layers import get_device_dtype
 from torch import Tensor, nn
 
-from mmpreproj.backbones.checkpointing import set_checkpointing, train_blocks
 from mmpreproj.backbones.hf_families import FAMILIES, InputShape
 from mmpreproj.backbones.hf_loading import (
     configured,
@@ -26,6 +25,7 @@ from mmpreproj.backbones.hf_loading import (
     preprocessing,
     read_config,
 )
+from mmpreproj.backbones.modes import set_checkpointing, train_blocks
 
 # Parameters that timm's recipes keep out of weight decay, by the end of their names
 _NO_DECAY = (

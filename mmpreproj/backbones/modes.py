@@ -1,4 +1,4 @@
-"""Eval mode for a while."""
+"""Modes of a model: evaluating for a while; recomputing activations, in transformers' models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import contextlib
 from collections.abc import Iterator
 
 from torch import nn
+
+# Fields of a configuration by which some blocks drop out by themselves, instead of by a module
+_DROPOUT = ("dropout", "hidden_dropout", "attention_dropout", "activation_dropout")
 
 
 @contextlib.contextmanager
@@ -19,3 +22,49 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def set_checkpointing(model: nn.Module, enable: bool = True) -> None:
+    """Keep only the inputs of blocks in training, and compute the rest again (non-reentrant: a
+    frozen embedding in front does not cut the gradient off).
+
+    Args:
+        model: a transformers model, or a module that holds one.
+    """
+    from transformers import PreTrainedModel
+
+    inner = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
+    # named so from transformers 5.24 on; the older names warn there
+    kind = "activation" if hasattr(inner, "activation_checkpointing_enable") else "gradient"
+    if enable:
+        getattr(inner, f"{kind}_checkpointing_enable")({"use_reentrant": False})
+    else:
+        getattr(inner, f"{kind}_checkpointing_disable")()
+
+
+def train_blocks(model: nn.Module) -> None:
+    """Let checkpointing work in blocks that stay in eval mode, as a frozen model's do.
+
+    transformers asks a block's own `training`. Dropout and drop path are modules of their own in
+    most, and stay as they are.
+
+    Raises:
+        ValueError: where blocks drop out by their own `training` (OPT, Falcon), at a rate above 0.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+            _refuse_dropout(module)
+            module.training = True
+
+
+def _refuse_dropout(block: nn.Module) -> None:
+    for holder in (block, getattr(block, "config", None)):
+        for name in _DROPOUT:
+            rate = getattr(holder, name, None)
+            if isinstance(rate, float) and rate > 0:
+                raise ValueError(
+                    f"grad_checkpointing of a frozen {type(block).__name__} would switch its "
+                    f"dropout on ({name}={rate}); leave grad_checkpointing off"
+                )

@@ -15,8 +15,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 import mmpreproj
-from mmpreproj.backbones.checkpointing import set_checkpointing, train_blocks
 from mmpreproj.backbones.lm_head import lm_head_of
+from mmpreproj.backbones.modes import set_checkpointing, train_blocks
 from mmpreproj.backbones.text import load_language_model, new_language_model
 from mmpreproj.backbones.tokenizers import check_hash, check_tokenizer, tokenizer_hash
 from mmpreproj.data.loaders import Answers
