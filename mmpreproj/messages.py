@@ -1,11 +1,17 @@
-"""What errors say: names that were nearly given, lists of any length, packages that are missing."""
+"""What errors say: names that were nearly given, lists of any length, packages that are missing,
+settings that a parser refuses."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from collections.abc import Iterable
-from types import ModuleType
+from types import ModuleType, UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> list[str]:
@@ -45,3 +51,56 @@ def need(module: str, what: str, extra: str) -> ModuleType:
             f"{what} needs {missing}: in a checkout of mmpreproj, pip install -e '.[{extra}]'",
             name=error.name,
         ) from error
+
+
+def explain(error: Exception, parser: ArgumentParser) -> str:
+    """What an error of a jsonargparse parser comes to, in a line: jsonargparse takes a dozen.
+
+    It wraps the reason into an exception for each key and class on the way: the reason is the last
+    of the chain, and the last class has the key. What that takes, its parser knows.
+    """
+    chain = [error]
+    while chain[-1].__cause__ is not None and _raised_in(chain[-1]).startswith("jsonargparse."):
+        chain.append(chain[-1].__cause__)
+    said = list(dict.fromkeys(map(str, chain)))
+    keys = _starts(r'Parser key "([\w.]+)"', said)
+    for path in _starts(r"Problem with given class_path '([\w.]+)'", said)[-1:]:
+        module, _, name = path.rpartition(".")
+        if kind := getattr(importlib.import_module(module), name, None):
+            parser = type(parser)()
+            parser.add_class_arguments(kind)
+    takes = {action.dest: getattr(action, "_typehint", None) for action in parser._actions}
+    unknown = _starts(r"unrecognized arguments: --([\w.]+)", said[-1:])
+    if isinstance(chain[-1], KeyError):  # Group 'trainer' does not accept option 'max_epoch'
+        unknown = re.findall(r"'([\w.]+)'", said[-1])
+    if unknown:
+        *above, _ = ".".join(unknown).split(".")
+        inside = ".".join([*keys, ""])
+        beside = [name for name in takes if name.split(".")[:-1] == above and name != "help"]
+        near = nearest(".".join(unknown), takes, most=1)
+        hint = f"did you mean --{inside}{near[0]}?" if near else f"there are {', '.join(beside)}"
+        return f"there is no --{inside}{'.'.join(unknown)}; {hint}"
+    _, wrong, value = said[-1].rpartition(". Got value: ")
+    if keys and wrong and takes.get(keys[-1]):
+        return f"{'.'.join(keys)}: expected {_spelled(takes[keys[-1]])}, found {value!r}"
+    return ": ".join(filter(None, [".".join(keys), said[-1]]))
+
+
+def _starts(pattern: str, texts: Iterable[str]) -> list[str]:
+    return [found[1] for text in texts if (found := re.match(pattern, text))]
+
+
+def _raised_in(error: BaseException) -> str:
+    """The module that raised it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else trace.tb_frame.f_globals["__name__"]
+
+
+def _spelled(kind: Any) -> str:
+    """A type as YAML has it: "int or null"."""
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(_spelled, get_args(kind)))
+    name = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+    return "null" if name == "NoneType" else name

@@ -2,9 +2,10 @@
 
 import pytest
 import yaml
+from jsonargparse import ArgumentParser
 
+from mmpreproj.messages import explain
 from mmpreproj.training.cli import main
-from mmpreproj.training.mistyped import explain
 
 CONFIG = {
     "model": {
@@ -20,17 +21,29 @@ CONFIG = {
     [
         ("trainer.max_epoch", 3, "no --trainer.max_epoch; did you mean --trainer.max_epochs?"),
         ("run.nam", "x", "no --run.nam; did you mean --run.name?"),
-        ("model.modle", "x", "model: ImageClassifier has no 'modle'; did you mean model? It takes"),
-        ("model.optimizer.lrr", 0.1, "model: OptimizerConfig has no 'lrr'; did you mean lr? It"),
-        ("model.preproj.expansoin", 2, "model.preproj: PreProjConfig has no 'expansoin'; did you"),
-        ("model.preproj", "{expansoin: 2}", "PreProjConfig has no 'expansoin'; did you"),
-        ("data.xyz", 4, "data: DigitsDataModule has no 'xyz'. It takes"),
+        ("model.modle", "x", "no --model.modle; did you mean --model.model?"),
+        (
+            "model.optimizer.lrr",
+            0.1,
+            "no --model.optimizer.lrr; did you mean --model.optimizer.lr",
+        ),
+        (
+            "model.preproj.expansoin",
+            2,
+            "--model.preproj.expansoin; did you mean --model.preproj.expansion",
+        ),
+        (
+            "model.preproj",
+            "{expansoin: 2}",
+            "--model.preproj.expansoin; did you mean --model.preproj.expansion",
+        ),
+        ("data.xyz", 4, "no --data.xyz; there are augment, batch_size, .*img_size"),
         ("model.optimizer.lr", "abc", "model.optimizer.lr: expected float, found 'abc'"),
         ("data.batch_size", "x", "data.batch_size: expected int, found 'x'"),
         ("trainer.max_epochs", "x", "trainer.max_epochs: expected int or null, found 'x'"),
-        ("model.model_args", 3, "model.model_args: expected dict or null, found '3'"),
+        ("model.model_args", 3, "model.model_args: expected dict.str, Any. or null, found '3'"),
         ("seed_everything", "x", "seed_everything: expected bool or int, found 'x'"),
-        ("trainer.precision", "bf17", "trainer.precision: found 'bf17'. .*'bf16-mixed'"),
+        ("trainer.precision", "bf17", "trainer.precision: expected .*'bf16-mixed'.*, found 'bf17'"),
         ("model.class_path", "mmpreproj.training.Nope", "mmpreproj.training' has no attribute"),
         ("data.batch_size", 0, "^batch sizes must be 1 or more, got 0"),
     ],
@@ -51,12 +64,12 @@ def test_a_mistake_on_the_command_line_is_told_in_a_line(tmp_path, key, value, t
         (
             "data",
             CONFIG["data"] | {"init_args": {"batch_sise": 3}},
-            "'batch_sise'; did you mean bat",
+            "no --data.batch_sise; did you mean --data.batch_size?",
         ),
         (
             "model",
             CONFIG["model"] | {"init_args": {"model": "vit_preproj_tiny", "optimizer": {"lrr": 1}}},
-            "model: OptimizerConfig has no 'lrr'; did you mean lr?",
+            "no --model.optimizer.lrr; did you mean --model.optimizer.lr",
         ),
     ],
 )
@@ -68,5 +81,10 @@ def test_a_mistake_in_the_file_is_told_too(tmp_path, part, changed, told):
 
 
 def test_a_message_of_no_known_form_stays_whole():
-    assert explain('Parser key "config": File does not exist: "a"').endswith('"a"')
-    assert explain("something new\nin two lines") == "something new\nin two lines"
+    told = explain(ValueError("something new\nin two lines"), ArgumentParser())
+    assert told == "something new\nin two lines"
+
+
+def test_a_config_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="config: .*nowhere.yaml"):
+        main(["nowhere.yaml"])

@@ -33,9 +33,9 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import mmpreproj  # noqa: F401 - registers the models with timm
 from mmpreproj.analysis.records import read_record
+from mmpreproj.messages import explain
 from mmpreproj.training.callbacks import Clock, EpochLines, Reproducible, RunFolder
 from mmpreproj.training.checkpoints import BestCheckpoint, LastCheckpoint
-from mmpreproj.training.mistyped import explain
 from mmpreproj.training.report import finish_run
 from mmpreproj.training.runs import checkpoint_path, newest_run
 
@@ -107,15 +107,14 @@ class TrainCLI(LightningCLI):
         try:
             self.config = parser.parse_args(args)
         except ArgumentError as error:
-            options = [word for action in parser._actions for word in action.option_strings]
-            raise ValueError(explain(str(error), options)) from None
+            raise ValueError(explain(error, parser)) from None
 
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
         except ValueError as error:
             # jsonargparse wraps what a class says about its arguments; say that, not the wrapping.
-            raise ValueError(explain(str(error))) from None
+            raise ValueError(explain(error, self.parser)) from None
 
     @property
     def seed(self) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.metadata
 import os
@@ -19,7 +18,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 
 import mmpreproj
-from mmpreproj.training.mistyped import parameters
+from mmpreproj.messages import explain
 from mmpreproj.training.module import TrainedModule
 
 CHECKPOINTS = "checkpoints"
@@ -153,39 +152,37 @@ def make_data(
     spec: Mapping[str, Any], module: TrainedModule, overrides: Mapping[str, Any]
 ) -> LightningDataModule:
     """A data module from {"class_path", "init_args"}, with the model's classes and input."""
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentError, ArgumentParser
 
     kind = _trusted_class(spec["class_path"], LightningDataModule)
-    known = parameters(kind, below=LightningDataModule)
-    for key in overrides:
-        if key.partition(".")[0] not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean --data.{near[0]}? " if near else ""
-            raise ValueError(
-                f"the run's data, {kind.__name__}, has no --data.{key}; {hint}it takes "
-                f"{', '.join(known)}"
-            )
+    path = f"{kind.__module__}.{kind.__qualname__}"
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningDataModule, "data")
     init = module.data_spec(dict(spec.get("init_args") or {}))
     arguments = [f"--data.{key}={value}" for key, value in overrides.items()]
     try:
-        parser.set_defaults({"data": {"class_path": spec["class_path"], "init_args": init}})
+        parser.set_defaults({"data": {"class_path": path, "init_args": init}})
         config = parser.parse_args(arguments)
         data = parser.instantiate(config).data
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"data module {spec['class_path']} with {overrides}: {error}") from error
+    except (ArgumentError, ValueError, TypeError) as error:
+        raise ValueError(f"data of the run: {explain(error, parser)}") from error
     module.adopt(data)
     return data
 
 
 def _trusted_class(path: str, base: type) -> type:
     """The class of that name, if it is of this package or imported already: a checkpoint must not
-    be able to make Python import code."""
+    be able to make Python import code.
+
+    Older checkpoints name the file that a class of this package was in (mmpreproj.training.image):
+    such a class is looked for in its room, whatever files that has now.
+    """
     module, _, name = path.rpartition(".")
+    owner = sys.modules.get(module)
     if module.split(".")[0] == "mmpreproj":
-        importlib.import_module(module)
-    found = getattr(sys.modules.get(module), name, None)
+        owner = importlib.import_module(".".join(module.split(".")[:2]))
+        owner = owner if hasattr(owner, name) else importlib.import_module(module)
+    found = getattr(owner, name, None)
     if not isinstance(found, type) or not issubclass(found, base):
         raise ValueError(
             f"the checkpoint names {path}, which is no {base.__name__} that is imported already; "
