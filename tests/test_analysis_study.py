@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mmpreproj.analysis.running import run_study
-from mmpreproj.analysis.study import Study
-from mmpreproj.analysis.study_plots import arms_by_seed
-from mmpreproj.analysis.summary import markdown, summarise
+from mmpreproj.studies.launch import run_study
+from mmpreproj.studies.study import Study
+from mmpreproj.studies.study_plots import arms_by_seed
+from mmpreproj.studies.summary import markdown, summarise
 
 # Stands in for tools/train.py: writes the record that its --run options and its seed ask for.
 TRAINER = """
@@ -99,9 +99,9 @@ time.sleep(60)
 """
 STUDY = """
 import pathlib, signal, sys
-from mmpreproj.analysis.running import run_study
-from mmpreproj.analysis.study import Study
-from mmpreproj.analysis.study_plots import arms_by_seed
+from mmpreproj.studies.launch import run_study
+from mmpreproj.studies.study import Study
+from mmpreproj.studies.study_plots import arms_by_seed
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 run_study(Study.read("s.yaml"), [sys.executable, "sleeper.py"], pathlib.Path("runs"))
 """
@@ -280,7 +280,7 @@ def test_seed_1_is_not_seed_10(tmp_path):
 
 @pytest.mark.parametrize("goal", ["min", "max"])
 def test_a_candidate_without_the_figure_is_never_the_best(goal):
-    from mmpreproj.analysis.study import Choice
+    from mmpreproj.studies.study import Choice
 
     choice = Choice(by="validation.loss.value", goal=goal)
     assert choice.best([None, 2.0, float("nan"), 3.0]) == (1 if goal == "min" else 3)

@@ -6,7 +6,7 @@ import pytest
 
 from mmpreproj.analysis.plots import write
 from mmpreproj.analysis.records import mean_spread
-from mmpreproj.analysis.study_plots import COLOURS, arms_by_seed, frontier, skip_by_layer
+from mmpreproj.studies.study_plots import COLOURS, arms_by_seed, frontier, skip_by_layer
 
 
 def figure(by_seed, is_share, n):

@@ -9,16 +9,18 @@ resumed.
 """
 
 import argparse
+import functools
 import signal
 import sys
 from pathlib import Path
 
 from mmpreproj.analysis.plots import write
 from mmpreproj.analysis.records import write_json
-from mmpreproj.analysis.running import run_study, train_command
-from mmpreproj.analysis.study import Study
-from mmpreproj.analysis.study_plots import arms_by_seed, frontier, skip_by_layer
-from mmpreproj.analysis.summary import choosing_title, markdown, summarise
+from mmpreproj.files import write_whole
+from mmpreproj.studies.launch import run_study, train_command
+from mmpreproj.studies.study import Study
+from mmpreproj.studies.study_plots import arms_by_seed, frontier, skip_by_layer
+from mmpreproj.studies.summary import choosing_title, markdown, summarise
 from mmpreproj.training.cli import run_tool
 
 
@@ -39,26 +41,21 @@ def main() -> int:
         study = Study.read(options.study)
         failed = []
         if not options.summary:
-            failed = run_study(
-                study,
-                train_command(),
-                options.root,
-                arguments,
-                options.jobs,
-                tell=lambda line: print(line, flush=True),
-            )
+            tell = functools.partial(print, flush=True)
+            failed = run_study(study, train_command(), options.root, arguments, options.jobs, tell)
         rows = summarise(study, options.root, arguments)
     except ValueError as error:
         parser.error(str(error))
     folder = options.root / study.name
-    if not any(row["seeds"] or _tried(row) for row in rows):
+    tried = [found["seconds"] for row in rows for found in row["candidates"]]
+    if not any(row["seeds"] for row in rows) and not any(s is not None for s in tried):
         others = sorted(place.name for place in folder.glob("*-*/"))
         told = f"; {folder} has {', '.join(others)}" if others else ""
         print(f"no run of this study, with these settings, has finished{told}", file=sys.stderr)
         return 1
     table = markdown(study, rows)
     write_json(folder / "summary.json", {"study": study.name, "arms": rows})
-    (folder / "summary.md").write_text(table, encoding="utf-8")
+    write_whole(folder / "summary.md", table)
     print(f"\n{table}\nwritten to {folder}: summary.json, summary.md", flush=True)
     pictures = {
         "summary.png": arms_by_seed(rows, study.name),
@@ -66,16 +63,11 @@ def main() -> int:
     }
     if study.frontier is not None:
         title = f"{study.name}. {choosing_title(study)}; stars: final runs"
-        pictures["frontier.png"] = frontier(
-            rows, study.frontier.learned, study.frontier.kept, title
-        )
+        learned, kept = study.frontier.learned, study.frontier.kept
+        pictures["frontier.png"] = frontier(rows, learned, kept, title)
     drawn = [write(figure, folder / name).name for name, figure in pictures.items() if figure]
     print(f"drawn there: {', '.join(drawn)}")
     return 1 if failed else 0
-
-
-def _tried(row: dict) -> bool:
-    return any(found["seconds"] is not None for found in row["candidates"])
 
 
 if __name__ == "__main__":

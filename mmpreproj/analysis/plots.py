@@ -1,7 +1,7 @@
 """Figures of a run, written as PNG.
 
-matplotlib's object interface with the Agg canvas throughout: no pyplot state, so importing this
-leaves the user's backend alone, no display is needed and no figure stays open.
+matplotlib's object interface throughout: no pyplot state, so importing this leaves the user's
+backend alone, no display is needed and no figure stays open.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-try:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
-except ImportError as error:  # pragma: no cover - depends on the environment
-    raise ImportError("plots need matplotlib: pip install matplotlib") from error
+from mmpreproj.messages import need
+
+__all__ = ["learning_curves", "clip_predictions", "predictions", "skip_by_layer", "write"]
+
+Figure = need("matplotlib.figure", "a plot", "train").Figure
+ticker = need("matplotlib.ticker", "a plot", "train")
 
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
 SKIP_PANELS = {  # the two strengths of a skip: name and axis label
@@ -45,7 +45,7 @@ def learning_curves(
     scored = any("val/top1" in row for row in history) or not any(
         "val/loss" in row for row in history
     )  # a language model has a loss alone
-    figure, axes = _figure(3 if scored else 2, width=12.5 if scored else 8.5, height=3.6)
+    figure, axes = panels(3 if scored else 2, 12.5 if scored else 8.5, 3.6)
     loss, rate = axes[0], axes[-1]
     n_train, n_val = _last(history, "train/n"), _last(history, "val/n")
     _curve(loss, history, "train/loss", BLUE, f"training, as optimised{_n(n_train)}")
@@ -58,7 +58,7 @@ def learning_curves(
     rate.yaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
     for axis in axes:
         axis.set_xlabel("epoch")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         _legend_or_note(axis)
     return write(figure, path, title)
 
@@ -67,16 +67,11 @@ def _accuracy_curve(top1: Any, history: Sequence[Mapping[str, Any]], n_val: int 
     _curve(top1, history, "val/top1", ORANGE, f"validation{_n(n_val)}")
     known = [row for row in history if finite(row.get("val/top1")) is not None]
     if known:  # of equal ones the one with the lower loss, as the best checkpoint is chosen
-
-        def rank(row: Mapping[str, Any]) -> tuple[float, float]:
-            loss = finite(row.get("val/loss"))
-            return row["val/top1"], -math.inf if loss is None else -loss
-
-        best = max(known, key=rank)
+        best = max(known, key=lambda row: (row["val/top1"], -finite(row.get("val/loss"), math.inf)))
         epoch, score = best["epoch"] + 1, best["val/top1"]
         top1.plot(epoch, score, "o", color=GREEN, label=f"best: {score:.2%}, epoch {epoch:.0f}")
     top1.set(title="Top-1 accuracy", ylabel="correct")
-    top1.yaxis.set_major_formatter(PercentFormatter(1.0))
+    top1.yaxis.set_major_formatter(ticker.PercentFormatter(1.0))
 
 
 def skip_by_layer(
@@ -90,20 +85,20 @@ def skip_by_layer(
     The second panel (activations) is left out where no row has the measure.
     """
     measured = any(finite(row.get("activation")) is not None for row in rows)
-    figure, axes = _figure(2 if measured else 1, width=11 if measured else 6.5, height=3.8)
+    figure, axes = panels(2 if measured else 1, 11 if measured else 6.5, 3.8)
     layers = [row["layer"] for row in rows]
     drawn = zip(axes, SKIP_PANELS.items(), (BLUE, GREEN), strict=False)
     for axis, (key, (name, label)), colour in drawn:
         if key == "activation" and n_images is not None:
             name += f" ({n_images} images)"
-        heights = [finite(row.get(key)) for row in rows]
-        axis.bar(layers, [math.nan if h is None else h for h in heights], color=colour, width=0.7)
+        heights = [finite(row.get(key), math.nan) for row in rows]
+        axis.bar(layers, heights, color=colour, width=0.7)
         axis.set(title=name, xlabel="layer (from 0)", ylabel=label)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         if layers:
             axis.set_xlim(min(layers) - 0.6, max(layers) + 0.6)
         axis.set_ylim(bottom=0)
-        if all(h is None for h in heights):
+        if all(map(math.isnan, heights)):
             _legend_or_note(axis)
     return write(figure, path, title)
 
@@ -122,60 +117,47 @@ def predictions(
         names: what stands above each picture.
         top: for each picture (class, probability) pairs, likeliest first.
     """
-    columns = 1 if len(images) < 3 else 2
-    lines = max(1, math.ceil(len(images) / columns))
-    figure = canvas(Figure(figsize=(5.6 * columns, 2.3 * lines + 0.5), layout="constrained"))
-    grid = figure.add_gridspec(lines, 2 * columns, width_ratios=[1, 1.5] * columns)
-    for index, (image, name, classes) in enumerate(zip(images, names, top, strict=True)):
-        line, column = divmod(index, columns)
-        picture = figure.add_subplot(grid[line, 2 * column])
-        array = np.asarray(image)
-        small = max(array.shape[:2]) <= 64  # show the pixels of a thumbnail instead of a blur
-        picture.imshow(
-            array,
-            cmap="gray" if array.ndim == 2 else None,
-            interpolation="nearest" if small else "antialiased",
-        )
-        picture.set_axis_off()
-        picture.set_title(short(name, 30), fontsize=9)
-        bars = figure.add_subplot(grid[line, 2 * column + 1])
-        _bars(bars, classes)
-    return write(figure, path, title)
+    sets, columns = [{"": classes} for classes in top], 1 if len(images) < 3 else 2
+    return clip_predictions([[image] for image in images], names, sets, path, title, columns)
 
 
 def clip_predictions(
-    clips: Sequence[Any],
+    clips: Sequence[Sequence[Any]],
     names: Sequence[str],
     sets: Sequence[Mapping[str, Sequence[tuple[str, float]]]],
     path: str | os.PathLike[str],
     title: str = "",
+    columns: int = 1,
     most: int = 8,
 ) -> Path:
     """A row a clip: its sampled frames in order, and bars of its likeliest classes.
 
     Args:
-        clips: uint8 [T, H, W, 3] each, as read from file (before the model's crop and scale).
+        clips: of each its frames, as read from file (before the model's crop and scale).
         names: what stands above each.
         sets: for each clip and label set (class, probability) pairs, likeliest first.
+        columns: clips in a row.
         most: frames drawn of a clip, evenly spaced; their numbers in the sample stand above them.
     """
-    panels = max(len(labels) for labels in sets)
-    drawn = min(most, max(len(clip) for clip in clips))
-    figure = canvas(
-        Figure(figsize=(1.35 * drawn + 3.0 * panels, 1.9 * len(clips) + 0.5), layout="constrained")
-    )
-    ratios = [1.0] * drawn + [2.2] * panels
-    grid = figure.add_gridspec(len(clips), drawn + panels, width_ratios=ratios)
-    for line, (clip, name, labels) in enumerate(zip(clips, names, sets, strict=True)):
+    drawn = min(most, max(map(len, clips)))
+    ratios = ([2.0 if drawn == 1 else 1.35] * drawn + [3.0] * max(map(len, sets))) * columns
+    lines = math.ceil(len(clips) / columns)
+    size = (sum(ratios), (2.3 if drawn == 1 else 1.9) * lines + 0.5)
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.add_gridspec(lines, len(ratios), width_ratios=ratios)
+    for index, (clip, name, labels) in enumerate(zip(clips, names, sets, strict=True)):
+        line, left = index // columns, index % columns * (len(ratios) // columns)
         chosen = np.linspace(0, len(clip) - 1, min(drawn, len(clip))).round().astype(int)
-        for column, frame in enumerate(chosen):
-            picture = figure.add_subplot(grid[line, column])
-            picture.imshow(clip[frame], interpolation="nearest" if clip.shape[1] <= 64 else None)
+        for place, number in enumerate(chosen):
+            picture, frame = figure.add_subplot(grid[line, left + place]), np.asarray(clip[number])
+            small = max(frame.shape[:2]) <= 64  # show the pixels of a thumbnail instead of a blur
+            picture.imshow(frame, cmap="gray", interpolation="nearest" if small else "antialiased")
             picture.set_axis_off()
-            above = f"{short(name, 22)}\n" if column == 0 else "\n"
-            picture.set_title(f"{above}{frame + 1} of {len(clip)}", fontsize=8, loc="left")
-        for panel, (label, classes) in enumerate(labels.items()):
-            bars = figure.add_subplot(grid[line, drawn + panel])
+            above = [short(name, 30 if drawn == 1 else 22) if place == 0 else ""]
+            above += [f"{number + 1} of {len(clip)}"] if drawn > 1 else []
+            picture.set_title("\n".join(above), fontsize=8, loc="left")
+        for panel, (label, classes) in enumerate(labels.items(), left + drawn):
+            bars = figure.add_subplot(grid[line, panel])
             _bars(bars, classes)
             if len(labels) > 1:
                 bars.set_title(label, fontsize=9)
@@ -193,25 +175,17 @@ def _bars(axis: Any, classes: Sequence[tuple[str, float]]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _figure(panels: int, width: float, height: float) -> tuple[Figure, list[Any]]:
-    figure = canvas(Figure(figsize=(width, height), layout="constrained"))
-    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+def panels(
+    columns: int, width: float, height: float, lines: int = 1, grid: str = "y"
+) -> tuple[Figure, list[Any]]:
+    """A figure, and its axes line by line: light grid lines behind what is drawn, and no box."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axis in axes:
-        tidy(axis)
+        axis.grid(True, axis=grid, color="#e2e8f0", linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
     return figure, axes
-
-
-def tidy(axis: Any, grid: str = "y") -> None:
-    """Light grid lines behind what is drawn, and no box."""
-    axis.grid(True, axis=grid, color="#e2e8f0", linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def canvas(figure: Figure) -> Figure:
-    """The figure, with a canvas that needs no display."""
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def _curve(
@@ -233,9 +207,9 @@ def _legend_or_note(axis: Any) -> None:
         axis.text(0.5, 0.5, "no finite values", transform=axis.transAxes, ha="center", color=GREY)
 
 
-def finite(value: Any) -> float | None:
-    """The number; None for what is missing or not finite."""
-    return float(value) if value is not None and math.isfinite(value) else None
+def finite(value: Any, otherwise: float | None = None) -> float | None:
+    """The number; `otherwise` for what is missing or not finite."""
+    return float(value) if value is not None and math.isfinite(value) else otherwise
 
 
 def _last(history: Sequence[Mapping[str, Any]], key: str) -> int | None:

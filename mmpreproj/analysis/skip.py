@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from mmpreproj.attach import preproj_modules
+from mmpreproj.backbones.modes import evaluating
+
+__all__ = ["skip_strength", "write_csv"]
 
 
 def skip_strength(model: nn.Module, images: Tensor | None = None) -> list[dict[str, Any]]:
@@ -64,50 +68,32 @@ def _activation_ratios(
     """||W_skip x̃|| / ||a|| of each site, from one forward pass of `images`."""
     skips: dict[str, Tensor] = {}
     branches: dict[str, Tensor] = {}
+
+    def see_skip(name: str, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        skips[name] = out.float()
+
+    def see_output(name: str, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        # Without a scale the skip is part of what the attention returns: take it off again.
+        branches[name] = (out[0] if isinstance(out, tuple) else out).float() - skips[name]
+
+    def see_input(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        branches[name] = args[0].float()
+
     joins = {
         id(m.preproj_handoff): m
         for m in model.modules()
         if hasattr(m, "preproj_handoff") and not hasattr(m, "preproj")
     }
-    modes = {m: m.training for m in model.modules()}
-    with ExitStack() as stack:  # takes the hooks off and restores the modes, whatever happens
-
-        @stack.callback
-        def _restore() -> None:
-            for module, mode in modes.items():
-                module.training = mode
-
-        def watch_skip(name: str) -> Any:
-            def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-                skips[name] = out.detach().float()
-
-            return hook
-
-        def watch_output(name: str) -> Any:
-            # Without a scale the skip is part of what the attention returns: take it off again.
-            def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-                out = out[0] if isinstance(out, tuple) else out
-                branches[name] = out.detach().float() - skips[name]
-
-            return hook
-
-        def watch_input(name: str) -> Any:
-            def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-                branches[name] = args[0].detach().float()
-
-            return hook
-
+    with evaluating(model), ExitStack() as hooks:  # taken off whatever happens
         for name, preproj in sites.items():
             attention = model.get_submodule(name.rpartition(".")[0])
-            handles = [preproj.skip.register_forward_hook(watch_skip(name))]
             join = joins.get(id(getattr(attention, "preproj_handoff", None)))
-            if join is None:
-                handles.append(attention.register_forward_hook(watch_output(name)))
-            else:
-                handles.append(join.register_forward_pre_hook(watch_input(name)))
-            for handle in handles:
-                stack.callback(handle.remove)
-        model.eval()
+            hooks.enter_context(preproj.skip.register_forward_hook(partial(see_skip, name)))
+            hooks.enter_context(
+                attention.register_forward_hook(partial(see_output, name))
+                if join is None
+                else join.register_forward_pre_hook(partial(see_input, name))
+            )
         model.forward(images)  # .forward: a compiled model would not see hooks added later
     ratios: dict[str, float | None] = {}
     for name in skips:

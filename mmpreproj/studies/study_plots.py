@@ -1,4 +1,4 @@
-"""Pictures of a study, from the rows of `mmpreproj.analysis.summary.summarise`.
+"""Pictures of a study, from the rows of `mmpreproj.studies.summarise`.
 
 An arm has the same colour in all of them. `mmpreproj.analysis.plots.write` saves them.
 """
@@ -10,21 +10,21 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
-
 from mmpreproj.analysis.plots import (
     BLUE,
     GREEN,
     GREY,
     ORANGE,
     SKIP_PANELS,
-    canvas,
+    Figure,
     finite,
+    panels,
     short,
-    tidy,
+    ticker,
 )
-from mmpreproj.analysis.summary import is_chosen, with_n
+from mmpreproj.studies.summary import is_chosen, with_n
+
+__all__ = ["arms_by_seed", "frontier", "skip_by_layer"]
 
 COLOURS = (GREY, BLUE, ORANGE, GREEN, "#805ad5", "#c53030", "#0d9488", "#b7791f")
 STYLES = ("o-", "s--", "^:", "v-.")
@@ -36,22 +36,21 @@ Points = Sequence[tuple[float, float]]
 
 
 def arms_by_seed(rows: Rows, title: str = "") -> Figure:
-    """A panel for each figure of the study: a point for every seed of every arm, and the mean."""
+    """A panel for each metric of the study: a point for every seed of every arm, and the mean."""
     names = list(rows[0]["figures"])
     columns = min(3, len(names))
     lines = math.ceil(len(names) / columns)
-    figure = canvas(Figure(figsize=(4.4 * columns, 3.3 * lines + 0.4), layout="constrained"))
-    axes = figure.subplots(lines, columns, squeeze=False).flat
+    figure, axes = panels(columns, 4.4 * columns, 3.3 * lines + 0.4, lines)
     for axis, name in zip(axes, names, strict=False):
-        tidy(axis)
-        values = [_values(row, name) for row in rows]
+        values = [
+            [v for v in map(finite, row["figures"][name]["by_seed"].values()) if v is not None]
+            for row in rows
+        ]
         far = _far(values)
         for place, found in enumerate(values):
-            if place in far:
-                continue
-            axis.plot([place] * len(found), found, "o", color=_colour(place), ms=6, alpha=0.7)
-            if found:
+            if found and place not in far:
                 mean = sum(found) / len(found)
+                axis.plot([place] * len(found), found, "o", color=_colour(place), ms=6, alpha=0.7)
                 axis.plot([place - 0.3, place + 0.3], [mean, mean], color=_colour(place), lw=2)
         axis.set_xticks(range(len(rows)), [short(row["arm"], 18) for row in rows], fontsize=8)
         axis.tick_params("x", rotation=25 if len(rows) > 3 else 0)
@@ -61,7 +60,7 @@ def arms_by_seed(rows: Rows, title: str = "") -> Figure:
         note = f"\noff the scale: {', '.join(off)}" if off else ""
         axis.set_title(f"{with_n(name, rows)}{note}", fontsize=10)
         _scale(axis.yaxis, rows, name)
-    for axis in list(axes)[len(names) :]:
+    for axis in axes[len(names) :]:
         axis.set_axis_off()
     seeds = max((len(row["seeds"]) for row in rows), default=0)
     figure.suptitle(f"{title}: every seed ({seeds}), and the mean".lstrip(": "), fontsize=11)
@@ -76,18 +75,17 @@ def skip_by_layer(rows: Rows, title: str = "") -> Figure | None:
     drawn = [(place, row) for place, row in enumerate(rows) if row["skip"]]
     if not drawn:
         return None
-    figure = canvas(Figure(figsize=(11, 3.8), layout="constrained"))
-    for axis, (key, (name, label)) in zip(figure.subplots(1, 2), SKIP_PANELS.items(), strict=True):
-        tidy(axis)
+    figure, axes = panels(2, 11, 3.8)
+    for axis, (key, (name, label)) in zip(axes, SKIP_PANELS.items(), strict=True):
         for place, row in drawn:
             layers = [entry["layer"] for entry in row["skip"]]
-            means = [_or_nan(entry[key]["mean"]) for entry in row["skip"]]
+            means = [finite(entry[key]["mean"], math.nan) for entry in row["skip"]]
             spread = [entry[key]["std"] or 0.0 for entry in row["skip"]]
             axis.errorbar(
                 layers, means, spread, marker="o", ms=4, color=_colour(place), label=row["arm"]
             )
         axis.set(title=name, xlabel="layer (from 0)", ylabel=label)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         axis.set_ylim(bottom=0)
         axis.legend(frameon=False, fontsize=8)
     figure.suptitle(f"{title}: content skip by layer, mean over seeds".lstrip(": "), fontsize=11)
@@ -101,27 +99,25 @@ def frontier(rows: Rows, learned: str, kept: Sequence[str], title: str = "") -> 
     the view, and counted.
 
     Args:
-        learned: the figure on the x axis, of text of the training kind.
-        kept: the figures on the y axes, a panel each.
+        learned: the metric on the x axis, of text of the training kind.
+        kept: the metrics on the y axes, a panel each.
     """
-    figure = canvas(Figure(figsize=(5.2 * len(kept), 5.4), layout="constrained"))
-    for axis, name in zip(figure.subplots(1, len(kept), squeeze=False)[0], kept, strict=True):
-        tidy(axis, "both")
+    figure, axes = panels(len(kept), 5.2 * len(kept), 5.4, grid="both")
+    for axis, name in zip(axes, kept, strict=True):
         tried: list[tuple[float, float]] = []
         final: list[tuple[float, float]] = []
         levels: list[float] = []
         for place, row in enumerate(rows):
             colour = _colour(place)
-            for style, (kind, points) in zip(
-                STYLES * len(rows), _lines(row, learned, name).items(), strict=False
-            ):
+            lines = _lines(row, learned, name)
+            for style, (kind, points) in zip(STYLES * len(rows), lines.items(), strict=False):
                 label = f"{row['arm']}{f' ({kind})' if kind else ''}"
-                xs, ys = [p[0] for p in points], [p[1] for p in points]
+                xs, ys, rates, rings = zip(*points, strict=True)
                 tried += zip(xs, ys, strict=True)
                 axis.plot(xs, ys, style, color=colour, ms=4, lw=1, alpha=0.8, label=label)
-                for x, y, rate, chosen in points:
+                for x, y, rate, ring in zip(xs, ys, rates, rings, strict=True):
                     axis.annotate(f" {rate}", (x, y), fontsize=6.5, color=colour, clip_on=True)
-                    if chosen:
+                    if ring:
                         axis.plot(x, y, "o", ms=11, mfc="none", color=colour)
             x, y = row["figures"][learned], row["figures"][name]
             if None in (x["mean"], y["mean"]):
@@ -132,36 +128,22 @@ def frontier(rows: Rows, learned: str, kept: Sequence[str], title: str = "") -> 
                 axis.axhline(y["mean"], color=colour, ls=":", label=label)
             else:
                 final.append((x["mean"], y["mean"]))
-                axis.errorbar(
-                    x["mean"],
-                    y["mean"],
-                    y["std"] or 0.0,
-                    x["std"] or 0.0,
-                    "*",
-                    color=colour,
-                    ms=13,
-                    mec="black",
-                    mew=0.6,
-                    label=f"{row['arm']}, final",
-                )
+                spread = (y["std"] or 0.0, x["std"] or 0.0)
+                star = {"color": colour, "ms": 13, "mec": "black", "mew": 0.6}
+                axis.errorbar(*final[-1], *spread, "*", label=f"{row['arm']}, final", **star)
         _set_view(axis, tried, final, levels)
-        axis.set(xlabel=_better(rows, learned), ylabel=_better(rows, name))
-        _scale(axis.xaxis, rows, learned)
-        _scale(axis.yaxis, rows, name)
+        for side, scale, metric in (("x", axis.xaxis, learned), ("y", axis.yaxis, name)):
+            better = "higher" if _is_share(rows, metric) else "lower"
+            axis.set(**{f"{side}label": f"{metric} ({better} is better)"})
+            _scale(scale, rows, metric)
     handles: dict[str, Any] = {}
-    for axis in figure.axes:
+    for axis in axes:
         handles |= {k: v for v, k in zip(*axis.get_legend_handles_labels(), strict=True)}
     if handles:
         order = sorted(handles, key=lambda label: label.endswith(", final"))
-        figure.legend(
-            [handles[label] for label in order],
-            order,
-            loc="outside lower center",
-            ncols=4,
-            handlelength=3,
-            frameon=False,
-            fontsize=8,
-        )
+        below = {"loc": "outside lower center", "ncols": 4, "handlelength": 3}
+        entries = [handles[label] for label in order]
+        figure.legend(entries, order, frameon=False, fontsize=8, **below)
     figure.suptitle(title, fontsize=11)
     return figure
 
@@ -182,10 +164,9 @@ def _lines(
             ]
             line = lines.setdefault(", ".join(scales), [])
             line.append((*point, str(rate), is_chosen(row, found)))
-    return {
-        kind: sorted(points, key=lambda p: float(p[2]) if p[2] else 0.0)
-        for kind, points in lines.items()
-    }
+    for line in lines.values():
+        line.sort(key=lambda point: float(point[2] or 0))
+    return lines
 
 
 def _set_view(axis: Any, tried: Points, final: Points, levels: Sequence[float]) -> None:
@@ -207,11 +188,6 @@ def _fence(values: Sequence[float]) -> tuple[float, float]:
         return -math.inf, math.inf
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return low - FENCE * (high - low), high + FENCE * (high - low)
-
-
-def _values(row: Mapping[str, Any], name: str) -> list[float]:
-    found = map(finite, row["figures"][name]["by_seed"].values())
-    return [value for value in found if value is not None]
 
 
 def _far(values: Sequence[Sequence[float]]) -> list[int]:
@@ -236,12 +212,4 @@ def _is_share(rows: Rows, name: str) -> bool:
 
 def _scale(axis: Any, rows: Rows, name: str) -> None:
     if _is_share(rows, name):
-        axis.set_major_formatter(PercentFormatter(1.0, decimals=1))
-
-
-def _better(rows: Rows, name: str) -> str:
-    return f"{name} ({'higher' if _is_share(rows, name) else 'lower'} is better)"
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
+        axis.set_major_formatter(ticker.PercentFormatter(1.0, decimals=1))

@@ -38,8 +38,10 @@ from pathlib import Path
 from typing import Any
 
 from mmpreproj.analysis.records import read_record, read_yaml
+from mmpreproj.messages import did_you_mean, listed
 
-RECORD = "record.json"
+__all__ = ["Choice", "Frontier", "Metric", "Run", "Study"]
+
 SHARES = {"top1", "top5", "accuracy", "accuracy_normalised", "opposite"}
 
 
@@ -65,16 +67,13 @@ class Run:
 
     def record(self, root: Path) -> dict[str, Any] | None:
         """The record of the run that finished, if one did."""
-        for folder in self.folders(root):
-            if (folder / RECORD).is_file():
-                record = read_record(folder)
-                if record.get("finished"):
-                    return record
-        return None
+        ended = [folder for folder in self.folders(root) if (folder / "record.json").is_file()]
+        records = (read_record(folder) for folder in ended)
+        return next((record for record in records if record.get("finished")), None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Figure:
+class Metric:
     """A figure of the records: where it stands (dots between keys), and how it is printed."""
 
     path: str
@@ -84,9 +83,8 @@ class Figure:
         try:
             format(0.5, self.form)
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{self.path}: form={self.form!r} prints no number: {error}"
-            ) from error
+            told = f"{self.path}: form={self.form!r} prints no number: {error}"
+            raise ValueError(told) from error
 
     @property
     def is_share(self) -> bool:
@@ -99,13 +97,12 @@ class Figure:
 
     def n_of(self, record: Mapping[str, Any] | None) -> int | None:
         """On how many items it was measured: the "n" beside it; None where there is none."""
-        *place, _ = self.path.split(".")
-        return value_at(record, *place, "n")
+        return value_at(record, *self.path.split(".")[:-1], "n")
 
 
-FIGURES = {
-    "test top-1": Figure("test.top1.value"),
-    "loss": Figure("test.loss.value", ".3f"),
+METRICS = {
+    "test top-1": Metric("test.top1.value"),
+    "loss": Metric("test.loss.value", ".3f"),
 }
 KEYS = {"config", "seeds", "arms"}
 OPTIONAL = {"settings", "choose", "figures", "against", "frontier"}
@@ -162,11 +159,11 @@ class Study:
     config: Path
     seeds: tuple[int, ...]
     arms: dict[str, dict[str, Any]]
-    choice: Choice | None = None
-    figures: dict[str, Figure] = dataclasses.field(default_factory=lambda: dict(FIGURES))
-    against: tuple[str, ...] = ()
-    frontier: Frontier | None = None
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    choice: Choice | None
+    metrics: dict[str, Metric]
+    baselines: tuple[str, ...]
+    frontier: Frontier | None
+    settings: dict[str, Any]
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Study:
@@ -174,25 +171,23 @@ class Study:
         if not path.is_file():
             raise ValueError(f"there is no study {path}")
         content = read_yaml(path)
+        try:
+            return cls._of(path, content)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def _of(cls, path: Path, content: Any) -> Study:
+        """Raises: TypeError or ValueError, without the file's name."""
         keys = set(content) if isinstance(content, Mapping) else set()
         if not KEYS <= keys or keys - KEYS - OPTIONAL:
-            found = sorted(content) if isinstance(content, Mapping) else type(content).__name__
             raise ValueError(
-                f"{path} must have the keys config, seeds and arms, and may have "
-                f"{', '.join(sorted(OPTIONAL))}; it has {found}"
+                "a study must have the keys config, seeds and arms, and may have "
+                f"{', '.join(sorted(OPTIONAL))}; found {sorted(keys) or content!r}"
             )
         config = path.parent / str(content["config"])
         if not config.is_file():
-            raise ValueError(f"{path}: config={content['config']!r} is no file beside it: {config}")
-        try:
-            study = cls._of(path.stem, config, content)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: {error}") from error
-        return study
-
-    @classmethod
-    def _of(cls, name: str, config: Path, content: Mapping[str, Any]) -> Study:
-        """Raises: TypeError or ValueError, without the file's name."""
+            raise ValueError(f"config={content['config']!r} is no file beside it: {config}")
         for key in ("settings", "arms", "choose", "figures", "frontier"):
             if not isinstance(content.get(key, {}), Mapping):
                 raise TypeError(f"{key} must map names to values, found {content[key]!r}")
@@ -207,47 +202,42 @@ class Study:
                 raise ValueError(f"arm {arm!r} must be a name of letters, digits, _, ., + and -")
             if not isinstance(settings, Mapping):
                 raise TypeError(f"arm {arm!r} must map keys to values, such as {{}}")
-        choice = Choice(**content["choose"]) if "choose" in content else None
-        drawn = Frontier(**content["frontier"]) if "frontier" in content else None
-        figures = {str(k): Figure(**v) for k, v in content.get("figures", {}).items()}
-        against = content.get("against", [next(iter(arms))])
+        baselines = content.get("against", [next(iter(arms))])
         study = cls(
-            name,
-            config,
-            tuple(seeds),
-            {str(k): dict(v) for k, v in arms.items()},
-            choice,
-            figures or dict(FIGURES),
-            tuple(against) if isinstance(against, list) else (against,),
-            drawn,
-            dict(content.get("settings", {})),
+            name=path.stem,
+            config=config,
+            seeds=tuple(seeds),
+            arms={str(k): dict(v) for k, v in arms.items()},
+            choice=Choice(**content["choose"]) if "choose" in content else None,
+            metrics={k: Metric(**v) for k, v in content.get("figures", {}).items()} or METRICS,
+            baselines=tuple(baselines) if isinstance(baselines, list) else (baselines,),
+            frontier=Frontier(**content["frontier"]) if "frontier" in content else None,
+            settings=dict(content.get("settings", {})),
         )
-        known = {"frontier": study.figures, "against": study.arms}
-        for key, names in (
-            ("frontier", [] if drawn is None else [drawn.learned, *drawn.kept]),
-            ("against", study.against),
-        ):
-            unknown = [name for name in names if name not in known[key]]
-            if unknown:
-                raise ValueError(
-                    f"{key} names {unknown[0]!r}, which is not among {', '.join(known[key])}"
-                )
-        open_arms = [arm for arm in study.arms if study.candidates(arm)]
-        if open_arms and choice is None:
-            raise ValueError(f"arm {open_arms[0]!r} leaves a choice; say how: choose: …")
+        drawn = [study.frontier.learned, *study.frontier.kept] if study.frontier else []
+        named = [("frontier", name, study.metrics) for name in drawn]
+        for key, name, known in [*named, *(("against", b, study.arms) for b in study.baselines)]:
+            if name not in known:
+                told = f"{key} names {name!r}, which is not among {listed(known)}"
+                raise ValueError(told + did_you_mean(str(name), known))
+        choices = [f"arm {arm!r} leaves a choice" for arm in study.arms if study.candidates(arm)]
+        choices += ["frontier shows what was chosen from"] if study.frontier else []
+        if choices and study.choice is None:
+            raise ValueError(f"{choices[0]}; say how: choose: …")
         return study
 
     def candidates(self, arm: str) -> list[dict[str, Any]]:
         """Every combination of what the arm leaves to choose; empty where it leaves nothing."""
-        lists = {key: v["choose"] for key, v in self.arms[arm].items() if is_choice(v)}
+        lists = {
+            key: value["choose"]
+            for key, value in self.arms[arm].items()
+            if isinstance(value, Mapping) and set(value) == {"choose"}
+        }
         for key, values in lists.items():
             if not isinstance(values, list) or not values:
                 raise ValueError(f"arm {arm!r}: {key}: choose must be a list, found {values!r}")
-        if not lists:
-            return []
-        return [
-            dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())
-        ]
+        every = itertools.product(*lists.values()) if lists else ()
+        return [dict(zip(lists, values, strict=True)) for values in every]
 
     def told(self, arm: str, settings: Mapping[str, Any] | None, edges: bool = False) -> str:
         """An arm's settings in few words; of a mapping, what differs between its candidates.
@@ -272,39 +262,39 @@ class Study:
 
     def check(self, arguments: Sequence[str]) -> None:
         """Raises: ValueError if an argument would override what an arm or the choice sets."""
-        theirs: dict[str, str] = {}
-        for arm, settings in self.arms.items():
-            theirs |= {_plain(key): f"arm {arm!r}" for key in settings}
+        fixed = {f"arm {arm!r}": settings for arm, settings in self.arms.items()}
         if self.choice is not None:
-            theirs |= {_plain(key): "choose.settings" for key in self.choice.settings}
+            fixed["choose.settings"] = self.choice.settings
         for word in arguments:
             if not word.startswith("--"):
                 continue
-            key = _plain(word.partition("=")[0].removeprefix("--"))
-            for own, where in theirs.items():
-                if f"{key}.".startswith(f"{own}.") or f"{own}.".startswith(f"{key}."):
-                    raise ValueError(f"{word} would override what {where} sets: change the study")
+            key = _short(word.partition("=")[0].removeprefix("--"))
+            for where, settings in fixed.items():
+                for own in map(_short, settings):
+                    if f"{key}.".startswith(f"{own}.") or f"{own}.".startswith(f"{key}."):
+                        raise ValueError(
+                            f"{word} would override what {where} sets: change the study"
+                        )
 
     def choosing_runs(self, arguments: Sequence[str] = ()) -> list[Run]:
         """One run for every candidate, the first candidate of every arm before any second."""
-        runs = []
-        for arm in self.arms:
-            assert self.choice is not None or not self.candidates(arm), "read refuses it"
-            for place, candidate in enumerate(self.candidates(arm)):
-                settings = {**self.settings, **self.arms[arm], **candidate, **self.choice.settings}
-                run = self._run(arm, self.choice.seed, settings, arguments)
-                runs.append((place, dataclasses.replace(run, candidate=candidate)))
-        return [run for _, run in sorted(runs, key=lambda pair: pair[0])]
+        by_arm = [
+            [self._run(arm, self.choice.seed, arguments, candidate=c) for c in self.candidates(arm)]
+            for arm in self.arms
+        ]
+        return [run for turn in itertools.zip_longest(*by_arm) for run in turn if run is not None]
 
-    def chosen(self, arm: str, root: Path, arguments: Sequence[str] = ()) -> dict[str, Any] | None:
+    def chosen(
+        self, arm: str, root: Path | None, arguments: Sequence[str] = ()
+    ) -> dict[str, Any] | None:
         """What was best of an arm's candidates, {} where it has none, None while one is missing."""
         runs = [run for run in self.choosing_runs(arguments) if run.arm == arm]
         if not runs:
             return {}
-        records = [run.record(root) for run in runs]
+        records = [root and run.record(root) for run in runs]
         if None in records:
             return None
-        best = self.choice.best([Figure(self.choice.by).of(record) for record in records])
+        best = self.choice.best([Metric(self.choice.by).of(record) for record in records])
         return None if best is None else runs[best].candidate
 
     def runs(self, arguments: Sequence[str] = (), root: Path | None = None) -> list[Run]:
@@ -312,17 +302,12 @@ class Study:
 
         Arms whose choice is not made yet, as far as the records in `root` tell, are left out.
         """
-        chosen = {
-            arm: {} if root is None else self.chosen(arm, root, arguments) for arm in self.arms
-        }
+        chosen = {arm: self.chosen(arm, root, arguments) for arm in self.arms}
         return [
-            dataclasses.replace(
-                self._run(arm, seed, {**self.settings, **self.arms[arm], **settings}, arguments),
-                chosen=settings,
-            )
+            self._run(arm, seed, arguments, chosen=settings)
             for seed in self.seeds
             for arm, settings in chosen.items()
-            if settings is not None and (settings or not self.candidates(arm))
+            if settings is not None
         ]
 
     def name_of(self, run: Run) -> str:
@@ -330,23 +315,29 @@ class Study:
         tried = "" if run.candidate is None else f", {self.told(run.arm, run.candidate)}"
         return f"{run.arm}{tried}, seed {run.seed}"
 
-    def _run(self, arm: str, seed: int, chosen: dict[str, Any], arguments: Sequence[str]) -> Run:
-        settings = [
+    def _run(
+        self,
+        arm: str,
+        seed: int,
+        arguments: Sequence[str],
+        candidate: dict[str, Any] | None = None,
+        chosen: dict[str, Any] | None = None,
+    ) -> Run:
+        settings = {**self.settings, **self.arms[arm], **(candidate or chosen or {})}
+        if candidate is not None:
+            settings |= self.choice.settings
+        words = [
             word
-            for key, value in chosen.items()
+            for key, value in settings.items()
             for word in (f"--{key}", value if isinstance(value, str) else json.dumps(value))
         ]
-        definition = json.dumps([self.config.read_text(encoding="utf-8"), settings, *arguments])
+        # Whatever a run is made of names its folder: records stay with what made them.
+        definition = json.dumps([self.config.read_text(encoding="utf-8"), words, *arguments])
         place = f"{self.name}/{arm}-{hashlib.sha256(definition.encode()).hexdigest()[:8]}"
-        return Run(arm, seed, place, (str(self.config), *settings, *arguments))
+        return Run(arm, seed, place, (str(self.config), *words, *arguments), candidate, chosen)
 
 
-def is_choice(value: Any) -> bool:
-    """Whether a setting is left to choose."""
-    return isinstance(value, Mapping) and set(value) == {"choose"}
-
-
-def _plain(key: str) -> str:
+def _short(key: str) -> str:
     """A key as the command line may also name it."""
     return key.replace(".init_args.", ".")
 
@@ -362,7 +353,5 @@ def value_at(record: Mapping[str, Any] | None, *path: str) -> Any:
     """A figure of a record, or None where a part of the path is missing."""
     found: Any = record
     for key in path:
-        if not isinstance(found, Mapping):
-            return None
-        found = found.get(key)
+        found = found.get(key) if isinstance(found, Mapping) else None
     return found
