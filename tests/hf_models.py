@@ -43,7 +43,7 @@ CLIPS = {
     ),
 }
 CASES = {**IMAGES, **CLIPS}
-# What stands outside of the trunk, read off the modelling code
+# What stands outside of the base model, read off the modelling code
 HEADS = {
     "beit": ["beit.pooler", "classifier"],
     "deit_distilled": ["cls_classifier", "distillation_classifier"],

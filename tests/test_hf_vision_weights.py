@@ -24,8 +24,8 @@ from transformers_models import randomise  # noqa: E402
 
 import mmpreproj  # noqa: E402
 from mmpreproj.backbones import building  # noqa: E402
-from mmpreproj.backbones.hf_families import FAMILIES  # noqa: E402
 from mmpreproj.backbones.hf_vision import create_hf_classifier  # noqa: E402
+from mmpreproj.backbones.hf_vision.families import FAMILIES  # noqa: E402
 
 
 @pytest.mark.parametrize("case", CASES)

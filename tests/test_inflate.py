@@ -1,5 +1,7 @@
 """Video models that start from an image model's weights: what is equal, what is near, and why."""
 
+import importlib
+
 import pytest
 import safetensors.torch
 import timm
@@ -8,7 +10,7 @@ from helpers import perturb, randomise_base
 from torch import nn
 
 from mmpreproj import preproj_modules
-from mmpreproj.backbones.inflate import from_image_model, image_twin, static_clip_report
+from mmpreproj.backbones.video.inflate import from_image_model, image_twin, static_clip_report
 
 NAME = "video_vit_preproj_small"
 SIZES = {"embed_dim": 96, "num_heads": 3, "depth": 2}
@@ -230,3 +232,10 @@ def test_twin_is_the_image_model_of_the_same_sizes_and_parts():
     shapes["patch_embed.proj.weight"] = (96, 2, 16, 16)
     assert {name: tuple(t.shape) for name, t in twin.state_dict().items()} == shapes
     assert not preproj_modules(image_twin(video, pre_projection=False))
+
+
+def test_the_name_of_before_is_the_same_module():
+    from mmpreproj.backbones import inflate
+
+    assert importlib.import_module("mmpreproj.backbones.inflate") is inflate
+    assert inflate.from_image_model is from_image_model

@@ -11,7 +11,7 @@ from reference import rotate
 from reference_video import angles, time_angles
 from timm.layers import apply_rot_embed_cat
 
-from mmpreproj.backbones.rope3d import KEPT_TABLES, RotaryTables, rotary_table
+from mmpreproj.backbones.video.rope3d import KEPT_TABLES, RotaryTables, rotary_table
 
 GRID = (3, 4, 5)
 

@@ -11,20 +11,50 @@ identity.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.eva import Eva
 from timm.models.eva import checkpoint_filter_fn as eva_checkpoint_filter_fn
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmpreproj.attach import attach, preproj_modules
 from mmpreproj.preproj import PreProjConfig
 
 __all__ = ["PreProjVisionTransformer"]
+
+SIZES = {
+    "tiny": {"embed_dim": 192, "depth": 12, "num_heads": 3},
+    "small": {"embed_dim": 384, "depth": 12, "num_heads": 6},
+    "base": {"embed_dim": 768, "depth": 12, "num_heads": 12},
+    "large": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
+}
+# What timm's vit_*_patch16_rope_224 are, as keywords of Eva, beside their size.
+ROPE_VIT = {
+    "patch_size": 16,
+    "mlp_ratio": 4,
+    "attn_type": "rope",
+    "qkv_bias": True,
+    "class_token": True,
+    "global_pool": "token",
+    "use_abs_pos_emb": False,
+    "use_rot_pos_emb": True,
+    "rope_grid_indexing": "xy",
+    "rope_temperature": 100.0,
+    "use_fc_norm": False,  # the weights have their norm before pooling, whatever the pooling
+}
+# Options of PreProjConfig that are not keywords of a model: it knows its attentions, and `dtype`
+# and `attention` say something else there.
+_NOT_KEYWORDS = ("dtype", "attention", "join")
+
+
+def method_of(keywords: dict[str, Any]) -> PreProjConfig:
+    """The options of the method among a model's keywords, which are taken out of them."""
+    names = {field.name for field in dataclasses.fields(PreProjConfig)} - set(_NOT_KEYWORDS)
+    return PreProjConfig(**{name: keywords.pop(name) for name in names & keywords.keys()})
 
 
 class PreProjVisionTransformer(Eva):
@@ -37,25 +67,8 @@ class PreProjVisionTransformer(Eva):
     Shape: images [B, C, H, W] -> logits [B, num_classes].
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        expansion: float = 1.25,
-        pre_projection: bool = True,
-        content_skip: bool = True,
-        layers: Sequence[int] | None = None,
-        init_std: float = 0.0,
-        skip_rank: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        config = PreProjConfig(
-            expansion=expansion,
-            pre_projection=pre_projection,
-            content_skip=content_skip,
-            layers=layers,
-            init_std=init_std,
-            skip_rank=skip_rank,
-        )
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        config = method_of(kwargs)
         super().__init__(*args, **kwargs)
         if config.enabled:
             attach(self, config)
@@ -90,9 +103,7 @@ class PreProjVisionTransformer(Eva):
         )
 
 
-def checkpoint_filter_fn(
-    state_dict: Mapping[str, Any], model: PreProjVisionTransformer
-) -> dict[str, Tensor]:
+def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor]:
     """A checkpoint of this model, or of the base model with LayerScale, in this model's names.
 
     gamma · (W h + b) = (gamma W) h + gamma b, so each gamma goes into the rows of the linear layer
@@ -108,17 +119,18 @@ def checkpoint_filter_fn(
         linear = f"{block}.attn.proj" if which == "gamma_1" else f"{block}.mlp.fc2"
         for name, scale in ((f"{linear}.weight", gamma[:, None]), (f"{linear}.bias", gamma)):
             weights[name] = (scale * weights[name].double()).to(weights[name].dtype)
-    own = {
-        f"{path}.{name}": tensor
-        for path, module in preproj_modules(model).items()
-        for name, tensor in module.state_dict().items()
-    }
-    return weights if own.keys() & weights.keys() else {**own, **weights}
+    return with_own_method(weights, model)
 
 
-def _default_cfg(base: str | None = None) -> dict[str, Any]:
-    source = {"hf_hub_id": f"timm/{base}", "license": "apache-2.0"} if base else {}
-    return {
+def with_own_method(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The weights, and where they hold nothing of the method the model's own parameters of it."""
+    own = {name: tensor for name, tensor in model.state_dict().items() if ".preproj." in name}
+    return dict(weights) if own.keys() & weights.keys() else {**own, **weights}
+
+
+def rope_vit_cfgs(name: str, sizes: Iterable[str], **changed: Any) -> dict[str, Any]:
+    """timm's `default_cfgs` for NAME_SIZE: timm's RoPE weights where it has some of the size."""
+    cfg = {
         "num_classes": 1000,
         "input_size": (3, 224, 224),
         "pool_size": None,
@@ -129,86 +141,93 @@ def _default_cfg(base: str | None = None) -> dict[str, Any]:
         "std": IMAGENET_DEFAULT_STD,
         "first_conv": "patch_embed.proj",
         "classifier": "head",
-        **source,
+        **changed,
     }
+    found = {}
+    for size in sizes:
+        base = f"vit_{size}_patch16_rope_224.naver_in1k"
+        if size == "tiny":
+            found[f"{name}_{size}"] = cfg
+        else:
+            source = {"hf_hub_id": f"timm/{base}", "license": "apache-2.0"}
+            found[f"{name}_{size}.naver_in1k"] = cfg | source
+    return generate_default_cfgs(found)
 
 
-default_cfgs = generate_default_cfgs(
-    {
-        "vit_preproj_tiny": _default_cfg(),
-        "vit_preproj_small.naver_in1k": _default_cfg("vit_small_patch16_rope_224.naver_in1k"),
-        "vit_preproj_base.naver_in1k": _default_cfg("vit_base_patch16_rope_224.naver_in1k"),
-        "vit_preproj_large.naver_in1k": _default_cfg("vit_large_patch16_rope_224.naver_in1k"),
-    }
-)
+def create_rope_vit(
+    model_class: type[nn.Module],
+    variant: str,
+    pretrained: bool,
+    keywords: dict[str, Any],
+    filter_fn: Callable[..., Any],
+    with_a_file: str,
+) -> nn.Module:
+    """A model of the registry: NAME_SIZE, with other keywords where they are given.
 
+    Args:
+        filter_fn: makes the model's state dict of a checkpoint's.
+        with_a_file: keywords of create_model that take the weights from a file.
 
-def _create(
-    variant: str, pretrained: bool, sizes: dict[str, int], **kwargs: Any
-) -> torch.nn.Module:
-    arguments = {
-        "patch_size": 16,
-        "mlp_ratio": 4,
-        "attn_type": "rope",
-        "qkv_bias": True,
-        "class_token": True,
-        "global_pool": "token",
-        "use_abs_pos_emb": False,
-        "use_rot_pos_emb": True,
-        "rope_grid_indexing": "xy",
-        "rope_temperature": 100.0,
-        "use_fc_norm": False,  # the weights have their norm before pooling, whatever the pooling
-        **sizes,
-        **kwargs,
-    }
-    given = kwargs.get("pretrained_cfg") or kwargs.get("pretrained_cfg_overlay")
-    base = default_cfgs[variant].default.hf_hub_id
-    if pretrained and not given and not base:
+    Raises:
+        RuntimeError: if its pretrained weights do not exist, or cannot be had.
+    """
+    size = variant.rpartition("_")[2]
+    base = f"timm/vit_{size}_patch16_rope_224.naver_in1k"
+    given = keywords.get("pretrained_cfg") or keywords.get("pretrained_cfg_overlay")
+    if pretrained and not given and size == "tiny":
         raise RuntimeError(
             f"{variant} has no pretrained weights: timm's RoPE models start at small. Use "
-            "pretrained=False, or vit_preproj_small, _base or _large"
+            f"pretrained=False, or {variant.replace('tiny', 'small')} and above"
         )
-    feature_cfg = {"out_indices": arguments.pop("out_indices", 3), "feature_cls": "getter"}
+    arguments = {**SIZES[size], **keywords}
     try:
         return build_model_with_cfg(
-            PreProjVisionTransformer,
+            model_class,
             variant,
             pretrained,
-            pretrained_filter_fn=checkpoint_filter_fn,
-            feature_cfg=feature_cfg,
+            pretrained_filter_fn=filter_fn,
+            feature_cfg={"out_indices": arguments.pop("out_indices", 3), "feature_cls": "getter"},
             **arguments,
         )
     except FileNotFoundError as error:  # what huggingface_hub raises where it cannot be reached
+        if not pretrained or "image_weights" in keywords:
+            raise
         raise RuntimeError(
             f"the pretrained weights of {variant} ({base}) are not here and could not be fetched. "
-            "With the file at hand: timm.create_model(..., pretrained=True, "
-            "pretrained_cfg_overlay={'file': 'model.safetensors'})"
+            f"With the file at hand: timm.create_model(..., {with_a_file})"
         ) from error
 
 
+default_cfgs = rope_vit_cfgs("vit_preproj", SIZES)
+
+
+def _create(variant: str, pretrained: bool, keywords: dict[str, Any]) -> nn.Module:
+    file = "pretrained=True, pretrained_cfg_overlay={'file': 'model.safetensors'}"
+    keywords = {**ROPE_VIT, **keywords}
+    return create_rope_vit(
+        PreProjVisionTransformer, variant, pretrained, keywords, checkpoint_filter_fn, file
+    )
+
+
 @register_model
-def vit_preproj_tiny(pretrained: bool = False, **kwargs: Any) -> torch.nn.Module:
+def vit_preproj_tiny(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     """ViT-Ti/16 with the method. There are no pretrained weights to start it from."""
-    sizes = {"embed_dim": 192, "depth": 12, "num_heads": 3}
-    return _create("vit_preproj_tiny", pretrained, sizes, **kwargs)
+    return _create("vit_preproj_tiny", pretrained, kwargs)
 
 
 @register_model
-def vit_preproj_small(pretrained: bool = False, **kwargs: Any) -> torch.nn.Module:
+def vit_preproj_small(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     """ViT-S/16 with the method; pretrained weights from timm's vit_small_patch16_rope_224."""
-    sizes = {"embed_dim": 384, "depth": 12, "num_heads": 6}
-    return _create("vit_preproj_small", pretrained, sizes, **kwargs)
+    return _create("vit_preproj_small", pretrained, kwargs)
 
 
 @register_model
-def vit_preproj_base(pretrained: bool = False, **kwargs: Any) -> torch.nn.Module:
+def vit_preproj_base(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     """ViT-B/16 with the method; pretrained weights from timm's vit_base_patch16_rope_224."""
-    sizes = {"embed_dim": 768, "depth": 12, "num_heads": 12}
-    return _create("vit_preproj_base", pretrained, sizes, **kwargs)
+    return _create("vit_preproj_base", pretrained, kwargs)
 
 
 @register_model
-def vit_preproj_large(pretrained: bool = False, **kwargs: Any) -> torch.nn.Module:
+def vit_preproj_large(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     """ViT-L/16 with the method; pretrained weights from timm's vit_large_patch16_rope_224."""
-    sizes = {"embed_dim": 1024, "depth": 24, "num_heads": 16}
-    return _create("vit_preproj_large", pretrained, sizes, **kwargs)
+    return _create("vit_preproj_large", pretrained, kwargs)

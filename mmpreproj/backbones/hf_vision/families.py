@@ -1,11 +1,13 @@
-"""What is known of each Hugging Face vision architecture beyond its configuration."""
+"""What is known of Hugging Face's vision architectures beyond their configuration; their input."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from timm.layers import to_2tuple
 
 IMAGENET = (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
 HALF = ((0.5,) * 3, (0.5,) * 3)
@@ -16,7 +18,6 @@ class Family:
     """What the wrapper knows of one `model_type`.
 
     Args:
-        trunk: path of the model without its head, in transformers' classifier.
         statistics: mean and std of the published checkpoints, for pixels from 0 to 1; used, as
             `interpolation` and `crop_pct` are, where a checkpoint has no preprocessing file.
         other_sizes: takes images of other sizes than its configuration's, and adapts to them.
@@ -27,7 +28,6 @@ class Family:
         video: takes clips.
     """
 
-    trunk: str
     statistics: tuple[tuple[float, ...], tuple[float, ...]]
     interpolation: str = "bicubic"
     crop_pct: float = 1.0
@@ -39,32 +39,23 @@ class Family:
 
 
 FAMILIES = {
-    "beit": Family("beit", HALF),
+    "beit": Family(HALF),
     "clip": Family(
-        "vision_model",
         (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD),
         unused=("vision_model.post_layernorm",),  # of the pooled token; the head pools the others
     ),
-    "deit": Family("deit", IMAGENET, crop_pct=0.875, oblong=True),
-    "dinov2": Family("dinov2", IMAGENET, crop_pct=0.875, other_sizes=True),
-    "dinov3_vit": Family("trunk", IMAGENET, "bilinear", other_sizes=True, oblong=True),
-    "siglip": Family("vision_model", HALF, unused=("vision_model.head",)),
-    "vit": Family("vit", HALF, "bilinear", oblong=True),
-    "timesformer": Family("timesformer", ((0.45,) * 3, (0.225,) * 3), "bilinear", video=True),
-    "videomae": Family("videomae", IMAGENET, "bilinear", oblong=True, video=True),
-    # ((2 x - 1) - 0.5) / 0.5: see hf_inputs.input_of
-    "vivit": Family(
-        "vivit", ((0.75,) * 3, (0.25,) * 3), "bilinear", 0.875, oblong=True, video=True
-    ),
+    "deit": Family(IMAGENET, crop_pct=0.875, oblong=True),
+    "dinov2": Family(IMAGENET, crop_pct=0.875, other_sizes=True),
+    "dinov3_vit": Family(IMAGENET, "bilinear", other_sizes=True, oblong=True),
+    "siglip": Family(HALF, unused=("vision_model.head",)),
+    "vit": Family(HALF, "bilinear", oblong=True),
+    "timesformer": Family(((0.45,) * 3, (0.225,) * 3), "bilinear", video=True),
+    "videomae": Family(IMAGENET, "bilinear", oblong=True, video=True),
+    # ((2 x - 1) - 0.5) / 0.5: see input_of
+    "vivit": Family(((0.75,) * 3, (0.25,) * 3), "bilinear", 0.875, oblong=True, video=True),
     # Rotary in time as well; in space the width of a row is taken from the configuration.
     "vjepa2": Family(
-        "vjepa2",
-        IMAGENET,
-        "bilinear",
-        0.875,
-        other_frames=True,
-        unused=("vjepa2.predictor",),
-        video=True,
+        IMAGENET, "bilinear", 0.875, other_frames=True, unused=("vjepa2.predictor",), video=True
     ),
 }
 
@@ -78,8 +69,6 @@ class InputShape:
     frames: int | None
     patch: tuple[int, int]
     tubelet: int
-    width: int
-    initializer_range: float
     other_sizes: bool
     other_frames: bool
 
@@ -95,12 +84,10 @@ class InputShape:
             tubelet, patch = tubelet[0], tubelet[1:]
         return cls(
             channels=first("num_channels", "in_chans"),
-            size=_pair(first("image_size", "crop_size")),
+            size=to_2tuple(first("image_size", "crop_size")),
             frames=first("num_frames", "frames_per_clip") if family.video else None,
-            patch=_pair(patch),
+            patch=to_2tuple(patch),
             tubelet=tubelet,
-            width=vision.hidden_size,
-            initializer_range=getattr(vision, "initializer_range", 0.02),
             other_sizes=family.other_sizes,
             # The layers of divided attention count with the configuration's number.
             other_frames=family.other_frames
@@ -163,6 +150,55 @@ def vision_config(config: Any) -> Any:
     return getattr(config, "vision_config", config)
 
 
-def _pair(size: Any) -> tuple[int, int]:
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    return int(height), int(width)
+# PIL's numbers
+_RESAMPLING = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+
+
+def input_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an image or video processor as timm has them, those that it tells: mean and
+    std (of pixels from 0 to 1), interpolation, crop_pct, crop_mode, and as `size` the (height,
+    width) it gives.
+
+    transformers computes ((pixel · rescale_factor - offset) - image_mean) / image_std of pixels
+    from 0 to 255, where ViViT's offset is 1: its own mean of 0.5 then stands for 0.75 here.
+    """
+    found: dict[str, Any] = {}
+    mean, std = settings.get("image_mean"), settings.get("image_std")
+    if settings.get("do_normalize") is False:
+        mean, std = 0.0, 1.0
+    if mean is not None and std is not None:
+        unit, offset = 255.0, 0.0
+        if settings.get("do_rescale") is not False:
+            unit *= settings.get("rescale_factor", 1 / 255)
+            vivit = settings.get("video_processor_type") == "VivitVideoProcessor"
+            offset = float(settings.get("offset", vivit))
+        found["mean"] = tuple((m + offset) / unit for m in _channels(mean))
+        found["std"] = tuple(s / unit for s in _channels(std))
+    resample = settings.get("resample")
+    if isinstance(resample, int) and 0 <= resample < len(_RESAMPLING):
+        found["interpolation"] = _RESAMPLING[resample]
+    return found | _crop(settings)
+
+
+def _channels(values: Any) -> list[float]:
+    return [float(values)] * 3 if isinstance(values, int | float) else [float(v) for v in values]
+
+
+def _crop(settings: Mapping[str, Any]) -> dict[str, Any]:
+    size, crop = (_height_width(settings.get(key)) for key in ("size", "crop_size"))
+    if crop and settings.get("do_center_crop", True):
+        resized = crop if size is None or settings.get("do_resize") is False else size
+        share = min(1.0, min(crop) / min(resized))
+        return {"size": crop, "crop_pct": share, "crop_mode": "center"}
+    if size is None:
+        return {}
+    whole = not isinstance(settings["size"], Mapping) or "shortest_edge" not in settings["size"]
+    return {"size": size, "crop_pct": 1.0, "crop_mode": "squash" if whole else "center"}
+
+
+def _height_width(size: Any) -> tuple[int, int] | None:
+    edges = {"shortest_edge": size} if isinstance(size, int) else size
+    if not isinstance(edges, Mapping):
+        return None
+    found = [edges.get(key, edges.get("shortest_edge")) for key in ("height", "width")]
+    return None if None in found else (int(found[0]), int(found[1]))

@@ -18,11 +18,11 @@ unrotated. So what x and y turn is as in the image model, and time takes the ima
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from timm.layers import build_fourier_pos_embed
-from torch import Tensor
+from timm.layers import build_fourier_pos_embed, register_notrace_module
+from torch import Tensor, nn
 
 KEPT_TABLES = 16
 
@@ -83,7 +83,16 @@ def _by_pairs(values: Tensor, axes: str, pairs: int, unrotated: float) -> Tensor
     return torch.cat([found, rest], -1)
 
 
-class RotaryTables:
+class DividedRope(NamedTuple):
+    """What a divided block needs to know of the grid: its frames and the two rotary tables."""
+
+    frames: int
+    space: Tensor
+    time: Tensor | None
+
+
+@register_notrace_module
+class RotaryTables(nn.Module):
     """Tables for whatever grid comes, the last few of them kept.
 
     Within torch.compile, export and trace a table is part of the graph, so that nothing is kept
@@ -91,13 +100,29 @@ class RotaryTables:
     """
 
     def __init__(self, head_dim: int, temperature: float) -> None:
+        super().__init__()
         check_head_dim(head_dim)
         self.head_dim = head_dim
         self.temperature = temperature
         self.kept: dict[tuple[Any, ...], Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "kept": {}}
+        return {**super().__getstate__(), "kept": {}}
+
+    def forward(self, x: Tensor, divided: bool, time: bool) -> Tensor | DividedRope:
+        """The rotation of tokens [B, T, H, W, D], by one table of [T · H · W, 2 · head_dim] or two.
+
+        Args:
+            divided: for attention over time, then over space.
+            time: whether time rotates.
+        """
+        frames, *space = (int(size) if torch.jit.is_tracing() else size for size in x.shape[1:4])
+        if divided:
+            by_time = self.get([frames], "t", like=x) if time else None
+            return DividedRope(frames, self.get(space, "yx", like=x), by_time)
+        if time:
+            return self.get([frames, *space], "tyx", like=x)
+        return self.get(space, "yx", like=x).repeat(frames, 1)
 
     def get(self, grid: Sequence[int], axes: str, like: Tensor) -> Tensor:
         """The table of `rotary_table` on the device of `like`.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import logging
 import re
 import types
@@ -14,9 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmpreproj.backbones.hf_families import FAMILIES, Family, InputShape, vision_config
-from mmpreproj.backbones.hf_inputs import PREPROCESSOR_FILES, input_of, read_preprocessor
+from mmpreproj.backbones.hf_vision.families import (
+    FAMILIES,
+    InputShape,
+    input_of,
+    vision_config,
+)
 from mmpreproj.backbones.text_sources import MODEL_FILES, Source, require_hub_for, snapshot
+from mmpreproj.messages import listed, nearest, need
 
 _logger = logging.getLogger(__name__)
 
@@ -27,30 +30,19 @@ _ALIASES = {
     "in_chans": ("num_channels",),
     "num_frames": ("frames_per_clip",),
 }
+_WITHOUT_CLASSIFIER = "dinov3_vit"
 # The classifier's own, and what decides the class.
 _NOT_FIELDS = ("num_classes", "num_labels", "id2label", "label2id", "pretrained", "model_type")
 
 
-@dataclasses.dataclass(frozen=True)
-class VisionSource:
-    """A model that was found.
-
-    Args:
-        name: as it was given.
-        place: its folder, which may be the hub's cache; or the hub name, where it is to be fetched.
-        hub: whether `name` is a hub name.
-    """
-
-    name: str
-    place: str
-    hub: bool
-
-
-def find_vision_source(name: str, weights: bool) -> VisionSource:
+def find_vision_source(name: str, weights: bool) -> Source:
     """What a name stands for. Nothing is downloaded.
 
     Args:
         weights: whether they are wanted, beside the configuration.
+
+    Returns:
+        A folder, which may be the hub's cache; or the hub name, where it is to be fetched.
 
     Raises:
         FileNotFoundError: if it is a path, and there is no folder with config.json.
@@ -62,25 +54,25 @@ def find_vision_source(name: str, weights: bool) -> VisionSource:
             raise FileNotFoundError(
                 f"hf:{name} has no config.json: give the folder that save_pretrained wrote"
             )
-        return VisionSource(name, str(path), hub=False)
+        return Source(name, "folder", str(path))
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise FileNotFoundError(
             f"hf:{name}: there is no such folder. A Hugging Face model is a hub name "
             "(hf:MCG-NJU/videomae-base), or a folder with config.json and model.safetensors"
         )
-    wanted = MODEL_FILES if weights else MODEL_FILES[:1]
     hub = Source(name, "hub", name)
     # Named by its folder: by a hub name, transformers asks the hub whatever is in the cache.
-    cached = snapshot(hub, *wanted)
+    cached = snapshot(hub, *(MODEL_FILES if weights else MODEL_FILES[:1]))
     if cached is None:
         require_hub_for(hub)
-    return VisionSource(name, str(cached or name), hub=True)
+    return Source(name, "hub", str(cached or name))
 
 
-def read_config(source: VisionSource) -> Any:
+def read_config(source: Source) -> Any:
     """The configuration, of an architecture in FAMILIES. Raises: ValueError."""
+    transformers = need("transformers", f"hf:{source.name}", "text")
     try:
-        config = _transformers().AutoConfig.from_pretrained(source.place, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(source.place, trust_remote_code=False)
     except Exception as error:  # each of the formats has errors of its own
         raise ValueError(
             f"hf:{source.name} has no configuration that transformers can use without running code "
@@ -89,7 +81,7 @@ def read_config(source: VisionSource) -> Any:
     if config.model_type not in FAMILIES:
         raise ValueError(
             f"hf:{source.name} is of model_type {config.model_type!r}; supported are "
-            f"{', '.join(sorted(FAMILIES))}. timm has more image models"
+            f"{listed(sorted(FAMILIES), most=20)}. timm has more image models"
         )
     return config
 
@@ -109,7 +101,7 @@ def configured(config: Any, model_args: Mapping[str, Any], name: str) -> Any:
             raise ValueError(f"model_args holds {given}: it is not the configuration's to say")
         names = [key for key in (given, *_ALIASES.get(given, ())) if key in known]
         if not names:
-            near = difflib.get_close_matches(given, known, n=3)
+            near = nearest(given, known)
             hint = f"close matches: {', '.join(near)}" if near else "see its config.json"
             raise ValueError(
                 f"model_args: the configuration of hf:{name} ({config.model_type}) has no field "
@@ -138,51 +130,53 @@ def configured(config: Any, model_args: Mapping[str, Any], name: str) -> Any:
     return config
 
 
-def new_model(source: VisionSource, config: Any) -> nn.Module:
+def new_model(source: Source, config: Any) -> nn.Module:
     """A classifier with random weights, of torch's generator."""
-    if not source.hub and any(Path(source.place).glob("*.safetensors")):
+    if source.kind == "folder" and any(Path(source.place).glob("*.safetensors")):
         _logger.info("hf:%s: pretrained is off, so its weights are not read", source.name)
-    auto = _auto(config)
     try:
-        model = auto.from_config(config, dtype=torch.float32)
+        model = _auto(config).from_config(config, dtype=torch.float32)
     except Exception as error:  # each model has errors of its own
         raise ValueError(f"hf:{source.name} cannot be built: {error}") from error
     return _classifier(model, config)
 
 
-def load_model(source: VisionSource, config: Any, family: Family) -> nn.Module:
+def load_model(source: Source, config: Any) -> nn.Module:
     """A classifier with the source's weights; what they lack of the head is fresh.
 
     Raises:
         ValueError: if they lack anything else, or cannot be read without running code.
     """
-    auto = _auto(config)
-    keywords: dict[str, Any] = {
-        "config": config,
-        "dtype": torch.float32,
-        "ignore_mismatched_sizes": True,  # checked below
-        "output_loading_info": True,
-        "trust_remote_code": False,
-    }
+
+    def load(place: str) -> tuple[nn.Module, dict[str, Any]]:
+        return _auto(config).from_pretrained(
+            place,
+            config=config,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,  # checked below
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
+
     try:
         try:
-            model, told = auto.from_pretrained(source.place, **keywords)
+            model, told = load(source.place)
         except OSError:
-            if not source.hub or source.place == source.name:
+            if source.kind != "hub" or source.place == source.name:
                 raise
             # some of its files are in the cache, not all
             require_hub_for(Source(source.name, "hub", source.name))
-            model, told = auto.from_pretrained(source.name, **keywords)
+            model, told = load(source.name)
     except ConnectionError:
         raise
     except Exception as error:  # each of the formats has errors of its own
         raise ValueError(f"the weights of hf:{source.name} cannot be loaded: {error}") from error
     model = _classifier(model, config)
-    _check_loaded(model, told, family, source.name)
+    _check_loaded(model, told, source.name)
     return model
 
 
-def _check_loaded(model: nn.Module, told: Mapping[str, Any], family: Family, name: str) -> None:
+def _check_loaded(model: nn.Module, told: Mapping[str, Any], name: str) -> None:
     """transformers draws what is missing at random, and drops what it has no place for."""
     unexpected = sorted(told["unexpected_keys"])
     method = [key for key in unexpected if ".preproj." in key]
@@ -195,7 +189,7 @@ def _check_loaded(model: nn.Module, told: Mapping[str, Any], family: Family, nam
     missing = set(told["missing_keys"])
     shapes = {key: (list(found), list(wanted)) for key, found, wanted in told["mismatched_keys"]}
     fresh = []
-    for path in head_paths(model, family):
+    for path in head_paths(model):
         own = {f"{path}.{key}" for key, _ in model.get_submodule(path).named_parameters()}
         if own and own <= missing | shapes.keys():
             fresh.append(path)
@@ -221,60 +215,57 @@ def _check_loaded(model: nn.Module, told: Mapping[str, Any], family: Family, nam
     )
 
 
-def preprocessing(source: VisionSource) -> dict[str, Any]:
+def preprocessing(source: Source, video: bool) -> dict[str, Any]:
     """What the source's preprocessing file tells, as `input_of` does; {} where it has none."""
-    from transformers.utils import cached_file
-
-    for file in PREPROCESSOR_FILES:
-        path = cached_file(
-            source.place,
-            file,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
+    if video:
+        from transformers.models.auto.video_processing_auto import (
+            get_video_processor_config as read,
         )
-        found = {} if path is None else input_of(read_preprocessor(Path(path)))
-        if found:
-            return found
-    return {}
-
-
-def _transformers() -> Any:
+    else:
+        from transformers.models.auto.image_processing_auto import (
+            get_image_processor_config as read,
+        )
     try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(
-            "models of Hugging Face need transformers: pip install 'mmpreproj[text]'"
+        settings = read(source.place)
+    except OSError as error:
+        raise ValueError(
+            f"the preprocessing file of hf:{source.name} cannot be read: {error}"
         ) from error
-    return transformers
+    if not isinstance(settings, Mapping):
+        raise ValueError(
+            f"the preprocessing file of hf:{source.name} should hold a JSON object, it holds "
+            f"{type(settings).__name__}"
+        )
+    return input_of(settings)
 
 
 def _auto(config: Any) -> Any:
-    transformers = _transformers()
-    if config.model_type in WITHOUT_CLASSIFIER:
+    """transformers' factory of the architecture's classifiers; of its base models, without any."""
+    import transformers
+
+    if config.model_type == _WITHOUT_CLASSIFIER:
         return transformers.AutoModel
-    video = FAMILIES[config.model_type].video
-    kind = "VideoClassification" if video else "ImageClassification"
-    return getattr(transformers, f"AutoModelFor{kind}")
+    if FAMILIES[config.model_type].video:
+        return transformers.AutoModelForVideoClassification
+    return transformers.AutoModelForImageClassification
 
 
 def _classifier(model: nn.Module, config: Any) -> nn.Module:
-    if config.model_type in WITHOUT_CLASSIFIER:
+    if config.model_type == _WITHOUT_CLASSIFIER:
         return TokensClassifier(model, config.num_labels)
     return model
-
-
-WITHOUT_CLASSIFIER = ("dinov3_vit",)
 
 
 class TokensClassifier(nn.Module):
     """A linear classifier of the class token and the mean patch, as DINOv2 is evaluated, for
     DINOv3, of which transformers has no classifier."""
 
-    def __init__(self, trunk: nn.Module, num_classes: int) -> None:
+    base_model_prefix = "trunk"  # in the names of checkpoints
+
+    def __init__(self, base_model: nn.Module, num_classes: int) -> None:
         super().__init__()
-        self.trunk = trunk
-        config = trunk.config
+        self.trunk = base_model
+        config = base_model.config
         self.prefix = 1 + config.num_register_tokens
         self.classifier = linear(2 * config.hidden_size, num_classes, config.initializer_range)
 
@@ -292,8 +283,9 @@ def linear(dim: int, num_classes: int, std: float, **factory: Any) -> nn.Linear:
     return new
 
 
-def head_paths(model: nn.Module, family: Family) -> list[str]:
-    """What stands outside the trunk, and the pooler that BEiT has inside it."""
-    pooler = f"{family.trunk}.pooler"
-    inside = [pooler] if getattr(model.get_submodule(family.trunk), "pooler", None) else []
-    return inside + [name for name, _ in model.named_children() if name != family.trunk]
+def head_paths(model: nn.Module) -> list[str]:
+    """What stands outside the base model, and the pooler that BEiT has inside it."""
+    base = model.base_model_prefix
+    base = base if hasattr(model, base) else "vision_model"  # one tower of CLIP's or SigLIP's
+    pooler = [f"{base}.pooler"] if getattr(model.get_submodule(base), "pooler", None) else []
+    return pooler + [name for name, _ in model.named_children() if name != base]

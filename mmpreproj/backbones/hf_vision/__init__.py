@@ -14,8 +14,8 @@ from typing import Any
 from timm.layers import get_device_dtype
 from torch import Tensor, nn
 
-from mmpreproj.backbones.hf_families import FAMILIES, InputShape
-from mmpreproj.backbones.hf_loading import (
+from mmpreproj.backbones.hf_vision.families import FAMILIES, InputShape, vision_config
+from mmpreproj.backbones.hf_vision.loading import (
     configured,
     find_vision_source,
     head_paths,
@@ -38,7 +38,7 @@ _NO_DECAY = (
 class HFClassifier(nn.Module):
     """A transformers image or video classifier as timm's models are: a tensor in, logits out.
 
-    The head is everything outside the trunk: in VideoMAE its norm as well, in V-JEPA 2 the
+    The head is everything outside the base model: in VideoMAE its norm as well, in V-JEPA 2 the
     attentive pooler. It is what `pretrained_cfg["classifier"]` lists, and trains in a frozen probe.
 
     Args:
@@ -65,7 +65,7 @@ class HFClassifier(nn.Module):
         self.shape = InputShape.of(config, family)
         self.in_chans = self.shape.channels
         self.num_frames = self.shape.frames
-        self.num_features = self.shape.width
+        self.num_features = vision_config(config).hidden_size
         size = data.get("size") if self.shape.other_sizes else None
         data = {key: value for key, value in data.items() if key != "size"}
         self.pretrained_cfg = {
@@ -79,7 +79,7 @@ class HFClassifier(nn.Module):
 
     def _head(self) -> list[str]:
         """Paths of the head's modules that hold parameters."""
-        paths = [f"model.{path}" for path in head_paths(self.model, self.family)]
+        paths = [f"model.{path}" for path in head_paths(self.model)]
         return [
             path for path in paths if next(self.get_submodule(path).parameters(), None) is not None
         ]
@@ -97,10 +97,11 @@ class HFClassifier(nn.Module):
     def reset_classifier(self, num_classes: int) -> None:
         """Fresh classifiers, on the model's device and in its dtype; the rest of the head stays."""
         factory = get_device_dtype(self)
+        std = getattr(vision_config(self.config), "initializer_range", 0.02)
         for name, width in self._head_widths.items():
             new: nn.Module = nn.Identity()
             if num_classes > 0:
-                new = linear(width, num_classes, self.shape.initializer_range, **factory)
+                new = linear(width, num_classes, std, **factory)
             setattr(self.model, name, new.train(self.training))
         self.num_classes = self.config.num_labels = num_classes
         self.pretrained_cfg["classifier"] = tuple(self._head())
@@ -172,7 +173,7 @@ def create_hf_classifier(
     config = configured(read_config(found), model_args or {}, found.name)
     family = FAMILIES[config.model_type]
     config.num_labels = max(num_classes, 1)
-    model = load_model(found, config, family) if pretrained else new_model(found, config)
+    model = load_model(found, config) if pretrained else new_model(found, config)
     for path in family.unused:
         parent, _, child = path.rpartition(".")
         setattr(model.get_submodule(parent), child, nn.Identity())
@@ -185,7 +186,7 @@ def create_hf_classifier(
         "interpolation": family.interpolation,
         "crop_pct": family.crop_pct,
         "crop_mode": "center",
-        **preprocessing(found),
+        **preprocessing(found, family.video),
     }
     classifier = HFClassifier(model, config, data, found.name)
     if num_classes == 0:

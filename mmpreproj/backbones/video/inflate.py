@@ -19,16 +19,20 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
-import timm
 import torch
 from timm.models import adapt_input_conv, load_state_dict
 from torch import Tensor, nn
 
 from mmpreproj.backbones.modes import evaluating
-from mmpreproj.backbones.vit import checkpoint_filter_fn
+from mmpreproj.backbones.vit import (
+    PreProjVisionTransformer,
+    checkpoint_filter_fn,
+    with_own_method,
+)
 from mmpreproj.preproj import PreProj
 
 _logger = logging.getLogger(__name__)
@@ -41,23 +45,15 @@ def image_twin(model: nn.Module, **kwargs: Any) -> nn.Module:
         kwargs: other keywords of `vit_preproj_*`, such as `img_size` or `pre_projection=False`.
     """
     method = next((m for m in model.modules() if isinstance(m, PreProj)), None)
-    arguments = {
+    current = {
         "pre_projection": method is not None and method.up is not None,
         "content_skip": method is not None and method.skip is not None,
         "img_size": model.img_size,
-        "patch_size": model.patch_embed.patch_size,
-        "in_chans": model.in_chans,
         "num_classes": model.num_classes,
-        "embed_dim": model.embed_dim,
         "depth": len(model.blocks),
-        "num_heads": model.blocks[0].attn.num_heads,
-        "mlp_ratio": model.mlp_ratio,
-        "class_token": model.cls_token is not None,
         "global_pool": model.global_pool,
-        "rope_temperature": model.rope.temperature,
-        **kwargs,
     }
-    return timm.create_model("vit_preproj_tiny", **arguments)
+    return PreProjVisionTransformer(**model.image_arguments | current | kwargs)
 
 
 def from_image_model(model: nn.Module, weights: Mapping[str, Any] | str | os.PathLike) -> list[str]:
@@ -99,8 +95,7 @@ def inflate_filter_fn(state_dict: Mapping[str, Any], model: nn.Module) -> dict[s
     patch = state_dict.get("patch_embed.proj.weight")
     if patch is None or patch.ndim != 5:
         return _inflate(state_dict, model)[0]
-    own = {k: v for k, v in model.state_dict().items() if ".preproj." in k}
-    return dict(state_dict) if own.keys() & state_dict.keys() else {**own, **state_dict}
+    return with_own_method(state_dict, model)
 
 
 def _inflate(weights: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
@@ -121,13 +116,12 @@ def _inflate(weights: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Te
     frames = model.patch_embed.tubelet_size
     image["patch_embed.proj.weight"] = patch.unsqueeze(2).repeat(1, 1, frames, 1, 1) / frames
 
-    dropped = {"cls_token"} - own.keys()  # without a class token in the video model
+    dropped = {"cls_token", "reg_token"} - own.keys()  # what the video model is without
     dropped |= {n for n in ("head.weight", "head.bias") if _shape(image, n) != _shape(own, n)}
     for name in dropped:
         image.pop(name, None)
-    for index, block in enumerate(model.blocks):
-        if hasattr(block, "temporal_attn"):
-            image.update(_time_attention(image, own, f"blocks.{index}"))
+    if model.attention == "divided":
+        image.update(_time_attention(image))
 
     wrong = [n for n in image if _shape(image, n) != _shape(own, n)]
     missing = [n for n in own if n not in image and ".preproj." not in n and n not in dropped]
@@ -142,20 +136,17 @@ def _inflate(weights: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Te
     return {**own, **image}, [n for n in own if n not in image or "temporal_attn.proj" in n]
 
 
-def _time_attention(
-    image: Mapping[str, Tensor], own: Mapping[str, Tensor], block: str
-) -> dict[str, Tensor]:
+def _time_attention(image: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Reads as the image model's attention does; writes nothing yet."""
-    reading = {"temporal_norm": "norm1", "temporal_attn.qkv": "attn.qkv"}
-    weights = {
-        f"{block}.{to}.{kind}": image[f"{block}.{source}.{kind}"]
-        for to, source in reading.items()
-        for kind in ("weight", "bias")
-        if f"{block}.{source}.{kind}" in image
-    }
-    for kind in ("weight", "bias"):
-        name = f"{block}.temporal_attn.proj.{kind}"
-        weights[name] = torch.zeros_like(own[name])
+    weights = {}
+    for name, tensor in image.items():
+        found = re.fullmatch(r"(blocks\.\d+)\.(norm|attn)1?\.(?!preproj)(.+)", name)
+        if found:
+            block, module, rest = found.groups()
+            silent = module == "attn" and rest.startswith("proj.")
+            weights[f"{block}.temporal_{module}.{rest}"] = (
+                torch.zeros_like(tensor) if silent else tensor
+            )
     return weights
 
 
