@@ -17,7 +17,7 @@ from pathlib import Path
 from mmpreproj.analysis.plots import write
 from mmpreproj.analysis.records import write_json
 from mmpreproj.files import write_whole
-from mmpreproj.studies.launch import run_study, train_command
+from mmpreproj.studies.launch import run_study
 from mmpreproj.studies.study import Study
 from mmpreproj.studies.study_plots import arms_by_seed, frontier, skip_by_layer
 from mmpreproj.studies.summary import choosing_title, markdown, summarise
@@ -41,8 +41,9 @@ def main() -> int:
         study = Study.read(options.study)
         failed = []
         if not options.summary:
+            train = [sys.executable, str(Path(__file__).with_name("train.py"))]
             tell = functools.partial(print, flush=True)
-            failed = run_study(study, train_command(), options.root, arguments, options.jobs, tell)
+            failed = run_study(study, train, options.root, arguments, options.jobs, tell)
         rows = summarise(study, options.root, arguments)
     except ValueError as error:
         parser.error(str(error))

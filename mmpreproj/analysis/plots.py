@@ -16,7 +16,7 @@ import numpy as np
 
 from mmpreproj.messages import need
 
-__all__ = ["learning_curves", "clip_predictions", "predictions", "skip_by_layer", "write"]
+__all__ = ["learning_curves", "predictions", "skip_by_layer", "write"]
 
 Figure = need("matplotlib.figure", "a plot", "train").Figure
 ticker = need("matplotlib.ticker", "a plot", "train")
@@ -47,12 +47,12 @@ def learning_curves(
     )  # a language model has a loss alone
     figure, axes = panels(3 if scored else 2, 12.5 if scored else 8.5, 3.6)
     loss, rate = axes[0], axes[-1]
-    n_train, n_val = _last(history, "train/n"), _last(history, "val/n")
-    _curve(loss, history, "train/loss", BLUE, f"training, as optimised{_n(n_train)}")
-    _curve(loss, history, "val/loss", ORANGE, f"validation{_n(n_val)}")
+    validation = f"validation{_n(history, 'val/n')}"
+    _curve(loss, history, "train/loss", BLUE, f"training, as optimised{_n(history, 'train/n')}")
+    _curve(loss, history, "val/loss", ORANGE, validation)
     loss.set(title="Loss", ylabel="loss (validation: cross-entropy)")
     if scored:
-        _accuracy_curve(axes[1], history, n_val)
+        _accuracy_curve(axes[1], history, validation)
     _curve(rate, history, "lr", GREY, "highest of the groups")
     rate.set(title="Learning rate at the epoch's end", ylabel="learning rate")
     rate.yaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
@@ -63,8 +63,8 @@ def learning_curves(
     return write(figure, path, title)
 
 
-def _accuracy_curve(top1: Any, history: Sequence[Mapping[str, Any]], n_val: int | None) -> None:
-    _curve(top1, history, "val/top1", ORANGE, f"validation{_n(n_val)}")
+def _accuracy_curve(top1: Any, history: Sequence[Mapping[str, Any]], label: str) -> None:
+    _curve(top1, history, "val/top1", ORANGE, label)
     known = [row for row in history if finite(row.get("val/top1")) is not None]
     if known:  # of equal ones the one with the lower loss, as the best checkpoint is chosen
         best = max(known, key=lambda row: (row["val/top1"], -finite(row.get("val/loss"), math.inf)))
@@ -106,40 +106,24 @@ def skip_by_layer(
 def predictions(
     images: Sequence[Any],
     names: Sequence[str],
-    top: Sequence[Sequence[tuple[str, float]]],
+    top: Sequence[Any],
     path: str | os.PathLike[str],
     title: str = "",
-) -> Path:
-    """A grid of pictures as a person sees them, each beside bars of its likeliest classes.
-
-    Args:
-        images: PIL images or arrays, as read from file (before the model's crop and scale).
-        names: what stands above each picture.
-        top: for each picture (class, probability) pairs, likeliest first.
-    """
-    sets, columns = [{"": classes} for classes in top], 1 if len(images) < 3 else 2
-    return clip_predictions([[image] for image in images], names, sets, path, title, columns)
-
-
-def clip_predictions(
-    clips: Sequence[Sequence[Any]],
-    names: Sequence[str],
-    sets: Sequence[Mapping[str, Sequence[tuple[str, float]]]],
-    path: str | os.PathLike[str],
-    title: str = "",
-    columns: int = 1,
     most: int = 8,
 ) -> Path:
-    """A row a clip: its sampled frames in order, and bars of its likeliest classes.
+    """Pictures or clips as a person sees them, each beside bars of its likeliest classes.
 
     Args:
-        clips: of each its frames, as read from file (before the model's crop and scale).
+        images: pictures (PIL's or arrays), or clips as uint8 [T, H, W, 3], whose sampled frames are
+            drawn in order; as read from file, before the model's crop and scale.
         names: what stands above each.
-        sets: for each clip and label set (class, probability) pairs, likeliest first.
-        columns: clips in a row.
+        top: for each its (class, probability) pairs, likeliest first; or such pairs by label set.
         most: frames drawn of a clip, evenly spaced; their numbers in the sample stand above them.
     """
+    clips = [a if a.ndim == 4 else a[None] for a in map(np.asarray, images)]
+    sets = [labels if isinstance(labels, Mapping) else {"": labels} for labels in top]
     drawn = min(most, max(map(len, clips)))
+    columns = 2 if drawn == 1 and len(clips) > 2 else 1
     ratios = ([2.0 if drawn == 1 else 1.35] * drawn + [3.0] * max(map(len, sets))) * columns
     lines = math.ceil(len(clips) / columns)
     size = (sum(ratios), (2.3 if drawn == 1 else 1.9) * lines + 0.5)
@@ -147,17 +131,18 @@ def clip_predictions(
     grid = figure.add_gridspec(lines, len(ratios), width_ratios=ratios)
     for index, (clip, name, labels) in enumerate(zip(clips, names, sets, strict=True)):
         line, left = index // columns, index % columns * (len(ratios) // columns)
+        small = max(clip.shape[1:3]) <= 64  # show the pixels of a thumbnail instead of a blur
         chosen = np.linspace(0, len(clip) - 1, min(drawn, len(clip))).round().astype(int)
-        for place, number in enumerate(chosen):
-            picture, frame = figure.add_subplot(grid[line, left + place]), np.asarray(clip[number])
-            small = max(frame.shape[:2]) <= 64  # show the pixels of a thumbnail instead of a blur
-            picture.imshow(frame, cmap="gray", interpolation="nearest" if small else "antialiased")
+        for place, number in enumerate(chosen, left):
+            picture = figure.add_subplot(grid[line, place])
+            blur = "nearest" if small else "antialiased"
+            picture.imshow(clip[number], cmap="gray", interpolation=blur)
             picture.set_axis_off()
-            above = [short(name, 30 if drawn == 1 else 22) if place == 0 else ""]
+            above = [short(name, 22) if place == left else ""]
             above += [f"{number + 1} of {len(clip)}"] if drawn > 1 else []
             picture.set_title("\n".join(above), fontsize=8, loc="left")
-        for panel, (label, classes) in enumerate(labels.items(), left + drawn):
-            bars = figure.add_subplot(grid[line, panel])
+        for place, (label, classes) in enumerate(labels.items(), left + drawn):
+            bars = figure.add_subplot(grid[line, place])
             _bars(bars, classes)
             if len(labels) > 1:
                 bars.set_title(label, fontsize=9)
@@ -212,13 +197,9 @@ def finite(value: Any, otherwise: float | None = None) -> float | None:
     return float(value) if value is not None and math.isfinite(value) else otherwise
 
 
-def _last(history: Sequence[Mapping[str, Any]], key: str) -> int | None:
+def _n(history: Sequence[Mapping[str, Any]], key: str) -> str:
     known = [row[key] for row in history if row.get(key) is not None]
-    return int(known[-1]) if known else None
-
-
-def _n(n: int | None) -> str:
-    return "" if n is None else f" (n = {n:,})"
+    return f" (n = {known[-1]:,.0f})" if known else ""
 
 
 def short(text: str, length: int) -> str:

@@ -6,14 +6,13 @@ import concurrent.futures
 import functools
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mmpreproj.studies.study import Run, Study
 
-__all__ = ["run_study", "train_command"]
+__all__ = ["run_study"]
 
 
 def run_study(
@@ -106,8 +105,3 @@ def _launch(
                     process.terminate()
             raise
     return [run for run, well in zip(missing, done, strict=True) if not well]
-
-
-def train_command() -> list[str]:
-    """tools/train.py of the checkout that this package runs from."""
-    return [sys.executable, str(Path(__file__).parents[2] / "tools" / "train.py")]

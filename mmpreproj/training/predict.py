@@ -175,11 +175,7 @@ def _show(module: TrainedModule, found: list[dict[str, Any]], out: str) -> None:
     shown = found[:DRAWN]
     names = [Path(row["file"]).name for row in shown]
     title = f"{module.hparams.model}: {label} of the likeliest classes"
-    if "frames" in shown[0]:
-        frames = [row["frames"] for row in shown]
-        path = plots.clip_predictions(frames, names, [row["sets"] for row in shown], out, title)
-    else:
-        images = [row["image"] for row in shown]
-        path = plots.predictions(images, names, [row["top"] for row in shown], out, title)
+    images = [row["frames"] if "frames" in row else row["image"] for row in shown]
+    path = plots.predictions(images, names, [row["sets"] for row in shown], out, title)
     more = "" if len(shown) == len(found) else f" (the first {len(shown)} of {len(found)})"
     print(f"drawn{more}: {path}", flush=True)
