@@ -8,7 +8,7 @@ import torch  # noqa: E402
 from evaluation_models import bigram_model, byte_tokenizer, random_model  # noqa: E402
 from tokenizers import processors  # noqa: E402
 
-from mmpreproj.evaluation.continuation import continue_text  # noqa: E402
+from mmpreproj.evaluation.encoding import continue_text  # noqa: E402
 
 
 def prompt_of(model, tokenizer, text, monkeypatch):

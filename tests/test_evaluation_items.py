@@ -2,10 +2,13 @@
 
 import bz2
 import gzip
+import importlib
 import json
 import lzma
+from pathlib import Path
 
 import pytest
+import yaml
 
 from mmpreproj.evaluation import ChoiceItem, LambadaItem, read_choices, read_lambada
 
@@ -48,6 +51,7 @@ def test_hellaswag_rows_become_the_harnesss_queries_and_choices(tmp_path):
     assert found.context == expected["query"]
     assert list(found.choices) == expected["choices"] and found.gold == expected["gold"] == 2
     assert found.pairs()[2] == (expected["query"], " " + expected["choices"][2])
+    assert found.pairs()[1] == (expected["query"], "  leaves.")  # "[title] leaves."
 
 
 def test_piqa_rows_become_a_question_and_its_solutions(tmp_path):
@@ -55,8 +59,49 @@ def test_piqa_rows_become_a_question_and_its_solutions(tmp_path):
     (found,) = read_choices(json_lines(tmp_path / "a.jsonl", [row]))
     # https://github.com/EleutherAI/lm-evaluation-harness, lm_eval/tasks/piqa/piqa.yaml
     assert found == ChoiceItem(
-        "Question: Dry a stone\nAnswer:", ("use a towel", "use a lake"), gold=0
+        "Question: Dry a stone\nAnswer:", ("use a towel", "use a lake"), gold=0, always=True
     )
+
+
+HUB_ROWS = {
+    "hellaswag/hellaswag": {
+        "ctx_a": "[header] How to dry a stone",
+        "ctx_b": "the man [step]",  # a space stays behind it
+        "activity_label": "Drying",
+        "endings": ["dries it.", "[title] leaves.", " sings.", "is a stone."],
+        "label": "1",
+    },
+    "piqa/piqa": {"goal": "Dry a stone", "sol1": "a towel", "sol2": " a lake ", "label": 1},
+    "arc/arc_easy": {
+        "question": "What dries a stone?",
+        "choices": {"text": ["a towel", " a lake", "rain"], "label": ["A", "B", "C"]},
+        "answerKey": "C",
+    },
+}
+
+
+@pytest.mark.parametrize("task", HUB_ROWS)
+def test_rows_of_the_hub_become_the_requests_of_the_harnesss_task(task, tmp_path, monkeypatch):
+    tasks = pytest.importorskip("lm_eval.tasks")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    config = (Path(tasks.__file__).parent / f"{task}.yaml").read_text()
+    config = yaml.safe_load(config.replace("!function utils.process_docs", "null"))
+    if task == "hellaswag/hellaswag":
+        config["process_docs"] = importlib.import_module(
+            "lm_eval.tasks.hellaswag.utils"
+        ).process_docs
+    path = json_lines(tmp_path / "a.jsonl", [HUB_ROWS[task]])
+    parts = ("train", "validation", "test")
+    config |= {"dataset_path": "json", "dataset_name": None, "tag": None}
+    config["dataset_kwargs"] = {"data_files": dict.fromkeys(parts, str(path))}
+    task = importlib.import_module("lm_eval.api.task").ConfigurableTask(config=config)
+    (doc,) = task.validation_docs()
+    requests = task.construct_requests(doc, task.doc_to_text(doc))
+    (found,) = read_choices(path)
+    # also where a choice starts with white space, or the context ends with it
+    assert found.pairs() == [request.args for request in requests]
+    assert list(found.choices) == task.doc_to_choice(doc)  # whose lengths normalise
+    assert found.gold == int(task.doc_to_target(doc))
 
 
 def test_a_delimiter_stands_only_where_no_white_space_does():
@@ -86,6 +131,7 @@ def test_every_kind_of_file_gives_the_same_items(tmp_path):
 
 
 CHOICES = {"query": "Then", "choices": ["a", "b"], "gold": 1}
+ARC = {"question": "What?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}}
 
 
 @pytest.mark.parametrize(
@@ -103,6 +149,7 @@ CHOICES = {"query": "Then", "choices": ["a", "b"], "gold": 1}
         (read_choices, json.dumps(CHOICES | {"choices": ["a"]}), "line 2: at least two"),
         (read_choices, json.dumps(CHOICES | {"choices": ["a", ""]}), "line 2: .*not empty"),
         (read_choices, '{"query": "Then"}', "line 2: no 'choices'"),
+        (read_choices, json.dumps(ARC | {"answerKey": "E"}), "line 2: .*of 'E' in .*'A', 'B'"),
     ],
 )
 def test_a_bad_line_is_named_with_its_file_and_number(read, line, told, tmp_path):

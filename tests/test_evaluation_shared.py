@@ -13,9 +13,8 @@ from helpers import perturb  # noqa: E402
 from transformers_models import DECODERS, tiny  # noqa: E402
 
 from mmpreproj import attach  # noqa: E402
-from mmpreproj.evaluation import Scorer, scoring, shared  # noqa: E402
-from mmpreproj.evaluation.encoding import Request  # noqa: E402
-from mmpreproj.evaluation.shared import partition, split_shared  # noqa: E402
+from mmpreproj.evaluation import Scorer, scoring  # noqa: E402
+from mmpreproj.evaluation.encoding import Request, by_context, partition  # noqa: E402
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -32,7 +31,7 @@ def test_a_shared_context_changes_no_score_on_any_decoder(name):
     tokenizer = byte_tokenizer()  # its ids are not used
     tokenizer.eos_token = None
     shared = Scorer(model, tokenizer)
-    assert shared.shared.exact
+    assert shared.shares
     found = [score.logprob for score in shared.score(requests)]
     alone = Scorer(model, tokenizer, share_contexts=False, batch_size=1).score(requests)
     assert found == pytest.approx([s.logprob for s in alone], abs=2e-5)  # float32, sums near -90
@@ -43,7 +42,7 @@ def test_a_shared_context_is_run_once():
     model = random_model("llama", tokenizer)
     read = []
     scorer = Scorer(model, tokenizer)
-    assert scorer.shared.exact
+    assert scorer.shares
     model.get_input_embeddings().register_forward_pre_hook(
         lambda module, args: read.append(args[0].numel())
     )
@@ -74,10 +73,9 @@ def read(monkeypatch):
 
     def trunk(model, ids, *args, **keywords):
         shapes.append(tuple(ids.shape))
-        return shared_trunk(model, ids, *args, **keywords)
+        return plain(model, ids, *args, **keywords)
 
-    shared_trunk = shared.trunk
-    monkeypatch.setattr(shared, "trunk", trunk)
+    plain = scoring.trunk
     monkeypatch.setattr(scoring, "trunk", trunk)
     return shapes
 
@@ -92,7 +90,7 @@ def test_no_row_of_shared_contexts_is_longer_than_the_model_reads(name, end, rea
     pairs += [("b" * 52, letter * end) for letter in "cd"]
     scorer = Scorer(model, tokenizer, max_length=64)
     found = scorer.loglikelihood(pairs)
-    assert scorer.shared.exact
+    assert scorer.shares
     for score, pair in zip(found, pairs, strict=True):
         assert score.logprob == pytest.approx(by_hand(model, tokenizer, *pair)[0], abs=1e-4)
         assert score.n_cut == 0
@@ -107,7 +105,7 @@ def test_many_continuations_of_one_context_keep_to_the_size_of_a_batch(read):
     expected = by_hand(model, tokenizer, *pairs[77])[0]
     for options, rows in (({"batch_tokens": 64}, 12), ({"batch_size": 2}, 8), ({}, 100)):
         scorer = Scorer(model, tokenizer, **options)
-        assert scorer.shared.exact
+        assert scorer.shares
         read.clear()
         found = scorer.loglikelihood(pairs)
         assert found[77].logprob == pytest.approx(expected, abs=1e-4)
@@ -118,7 +116,7 @@ def test_many_continuations_of_one_context_keep_to_the_size_of_a_batch(read):
     # and a long context of few tokens behind it holds fewer of them
     pairs = [("x" * 48, f" {a}{b}") for a in "abcdefgh" for b in "abcdefgh"]
     scorer = Scorer(model, tokenizer, batch_tokens=128)
-    assert scorer.shared.exact
+    assert scorer.shares
     read.clear()
     scorer.loglikelihood(pairs)
     # 4 * 128 tokens of contexts are 10 rows of 48
@@ -129,7 +127,7 @@ def test_many_continuations_of_one_context_keep_to_the_size_of_a_batch(read):
 def test_four_choices_of_a_full_batch_of_contexts_are_one_run(options, read):
     tokenizer = byte_tokenizer()
     scorer = Scorer(random_model("llama", tokenizer), tokenizer, **options)
-    assert scorer.shared.exact
+    assert scorer.shares
     read.clear()
     contexts = [letter * 40 for letter in "abcdefgh"]
     scorer.loglikelihood([(c, f" choice {n}") for c in contexts for n in range(4)])
@@ -169,7 +167,7 @@ def test_limits_of_a_run_are_kept_at_the_least_cost(rows, tokens):
 def test_a_cut_context_is_shared_where_it_is_the_same():
     cut = [Request(list(range(40)) + end, len(end), n_cut=3) for end in ([7, 8], [9, 9], [5])]
     cut[2] = Request(list(range(1, 41)) + [5], 1, n_cut=4)
-    assert split_shared(cut) == ([[0, 1]], [2])
+    assert by_context(cut) == [cut[:2], cut[2:]]
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}

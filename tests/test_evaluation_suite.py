@@ -12,7 +12,7 @@ import torch  # noqa: E402
 from evaluation_models import bigram_model, byte_tokenizer, random_model  # noqa: E402
 
 from mmpreproj.evaluation import Scorer, lambada, read_lambada  # noqa: E402
-from mmpreproj.evaluation.suite import EvaluationConfig, read_suite, run_suite  # noqa: E402
+from mmpreproj.evaluation.tasks import EvaluationConfig, read_suite, run_suite  # noqa: E402
 
 
 def read(source, task="perplexity", **options):

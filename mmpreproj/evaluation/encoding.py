@@ -1,4 +1,4 @@
-"""From strings to the token ids that are scored, by the rules of the lm-evaluation-harness.
+"""From strings to the token ids that a model reads, by the rules of the lm-evaluation-harness.
 
 Results agree with the field's only where the tokens do. The rules, which `HFLM` of
 EleutherAI's lm-evaluation-harness sets:
@@ -16,8 +16,14 @@ EleutherAI's lm-evaluation-harness sets:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mmpreproj.backbones.modes import evaluating
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,6 +32,8 @@ if TYPE_CHECKING:
 _LENGTHS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
 # Without a limit of its own (ALiBi, or none set): what the harness takes, too.
 DEFAULT_LENGTH = 2048
+# What one more run of the trunk costs beyond its tokens, in tokens: reading all weights once more.
+RUN_TOKENS = 24
 # Tokenizers write "no limit" as a number of this size or more.
 _NO_LIMIT = 10**9
 
@@ -72,10 +80,8 @@ class Encoder:
         self.n_embeddings = n_embeddings
         self.prefix = _prefix(tokenizer, add_bos)
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-        self.empty_context: int | None = eos if bos is None else bos
-        self._bos_text = (
-            None if self.empty_context is None else tokenizer.decode([self.empty_context])
-        )
+        self.empty_context: list[int] = [i for i in (bos, eos) if i is not None][:1]
+        self._bos_text = tokenizer.decode(self.empty_context)
 
     def encode(self, texts: Sequence[str], bos: bool = True) -> list[list[int]]:
         """Tokens of each text; with `bos`, behind what the tokenizer (or add_bos) puts first.
@@ -106,43 +112,43 @@ class Encoder:
         """One request for each (context, continuation).
 
         Raises:
-            ValueError: naming the pair, before anything is scored: a continuation has no tokens, or
-                more than the model reads.
+            ValueError: as `request`, naming the pair, before anything is scored.
         """
-        moved = [_move_space(context, continuation) for context, continuation in pairs]
-        contexts = list(dict.fromkeys(context for context, _ in moved if context))
+        moved = [(a.rstrip(), a[len(a.rstrip()) :] + b) for a, b in pairs]
+        contexts = list(dict.fromkeys(context for context, _ in moved))
         tokens = dict(zip(contexts, self.encode(contexts), strict=True))
-        wholes = iter(self.encode([a + b for a, b in moved if a]))
+        wholes = self.encode([context + continuation for context, continuation in moved])
         requests = []
         for index, (context, continuation) in enumerate(moved):
-            if context:
-                before, whole = tokens[context], next(wholes)
-                scored = whole[len(before) :] or self.encode([continuation], bos=False)[0]
-            else:
-                before, scored = self._without_context(continuation)
-            if not before or not scored or len(scored) > self.max_length:
-                raise ValueError(self._unscorable(index, pairs[index], scored))
-            ids = before + scored
-            n_cut = max(0, len(ids) - self.max_length - 1)
-            requests.append(Request(ids[n_cut:], len(scored), n_cut))
+            before = tokens[context] if context else self.empty_context
+            scored = wholes[index][len(before) :] if context else []
+            scored = scored or self.encode([continuation], bos=False)[0]
+            # As in the harness: a text that begins with that token has its context already
+            if not context and (not before or (scored[:1] == before and len(scored) > 1)):
+                before, scored = scored[:1], scored[1:]
+            what = f"pair {index}: the continuation {pairs[index][1][:60]!r}"
+            what += f" behind {pairs[index][0][-60:]!r}"
+            requests.append(self.request(before, scored, what))
         return requests
 
-    def _without_context(self, continuation: str) -> tuple[list[int], list[int]]:
-        scored = self.encode([continuation], bos=False)[0]
-        first = self.empty_context
-        # As in the harness: a text that begins with that token has its context already
-        if first is None or (scored[:1] == [first] and len(scored) > 1):
-            return scored[:1], scored[1:]
-        return [first], scored
+    def request(self, context: list[int], scored: list[int], what: str) -> Request:
+        """The tokens that are read; a context that is too long loses its left.
 
-    def _unscorable(self, index: int, pair: tuple[str, str], scored: list[int]) -> str:
-        what = f"pair {index}: the continuation {pair[1][:60]!r} behind {pair[0][-60:]!r} has "
-        if not scored:
-            return what + "no tokens to score; give it at least one character"
-        return what + (
-            f"{len(scored)} tokens, more than the {self.max_length} that the model reads at once; "
-            "score it as a text, in windows (Scorer.rolling, perplexity)"
-        )
+        Args:
+            what: names it in a message.
+
+        Raises:
+            ValueError: a continuation has no tokens, or more than the model reads.
+        """
+        if not context or not scored:
+            raise ValueError(f"{what} has no tokens to score; give it at least one character")
+        if len(scored) > self.max_length:
+            raise ValueError(
+                f"{what} has {len(scored)} tokens, more than the {self.max_length} that the model "
+                "reads at once; score it as a text, in windows (perplexity)"
+            )
+        n_cut = max(0, len(context) + len(scored) - self.max_length - 1)
+        return Request((context + scored)[n_cut:], len(scored), n_cut)
 
 
 def windows(n: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -165,6 +171,49 @@ def windows(n: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
         done = end
 
 
+def by_context(requests: Sequence[Request]) -> list[list[Request]]:
+    """Requests that share a context together, the others each alone.
+
+    A context so short that a second run would cost more than it saves is not shared; nor is one
+    that was cut, where it is another one for every continuation.
+    """
+    found: dict[tuple[int, ...], list[Request]] = {}
+    for request in requests:
+        found.setdefault(tuple(request.ids[: -request.n_scored]), []).append(request)
+    groups: list[list[Request]] = []
+    for context, group in found.items():
+        shared = len(context) * (len(group) - 1) > RUN_TOKENS
+        groups.extend([group] if shared else ([request] for request in group))
+    return groups
+
+
+def partition(
+    lengths: Sequence[int], rows: int, tokens: int | None = None, run_tokens: int = RUN_TOKENS
+) -> list[tuple[int, int]]:
+    """Cuts rows, the longest first, into runs (start, stop) that cost the fewest tokens in all.
+
+    A run costs its rows times its longest, padding included, and `run_tokens` besides.
+
+    Args:
+        rows: of a run, at most.
+        tokens: of a run, padding included, at most, unless it is a row alone; None: any number.
+    """
+    best: list[tuple[int, int]] = [(0, 0)]  # cost of the first n rows, start of the last run
+    for stop in range(1, len(lengths) + 1):
+        found = []
+        for start in range(stop - 1, max(0, stop - rows) - 1, -1):
+            cost = (stop - start) * lengths[start]
+            if found and tokens is not None and cost > tokens:
+                break
+            found.append((best[start][0] + cost + run_tokens, start))
+        best.append(min(found))
+    runs, stop = [], len(lengths)
+    while stop:
+        runs.append((best[stop][1], stop))
+        stop = best[stop][1]
+    return runs[::-1]
+
+
 def max_length_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
     """The most tokens that a model reads at once: its configuration's, else its tokenizer's, else
     2048."""
@@ -178,24 +227,64 @@ def max_length_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
     return int(value) if value is not None and 0 < value < _NO_LIMIT else DEFAULT_LENGTH
 
 
-def _move_space(context: str, continuation: str) -> tuple[str, str]:
-    kept = context.rstrip()
-    return kept, context[len(kept) :] + continuation
-
-
 def _prefix(tokenizer: PreTrainedTokenizerBase, add_bos: bool | None) -> list[int]:
     """The tokens that stand before every text."""
     if add_bos is False:
         return []
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
+    found = tokenizer("a", return_special_tokens_mask=True)
     # Only what comes first: a token behind the text (an EOS) would end a context too early
-    starts = range(len(whole) - len(plain) + 1)
-    default = next((whole[:i] for i in starts if whole[i : i + len(plain)] == plain), [])
-    if default or add_bos is None:
-        return default
+    n = sum(1 for _ in itertools.takewhile(bool, found["special_tokens_mask"]))
+    if n or add_bos is None:
+        return found["input_ids"][:n]
     if tokenizer.bos_token_id is None:
         raise ValueError(
             f"add_bos=True, but {type(tokenizer).__name__} has no BOS token; leave add_bos at None"
         )
     return [tokenizer.bos_token_id]
+
+
+@torch.no_grad()
+def continue_text(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str,
+    tokens: int,
+    seed: int | None = None,
+    **generation: Any,
+) -> str:
+    """The prompt with its continuation by `generate()`, in eval mode, for a person to look at.
+
+    The prompt stands behind what the tokenizer puts before a text (BOS), and without what it puts
+    behind one (EOS), which would end it.
+
+    Args:
+        tokens: how many to add at most; it stops earlier at the end-of-sequence token.
+        seed: sample with it, leaving the generators as they were; None: greedy.
+        generation: keywords of transformers' generate, such as temperature and top_p.
+
+    Raises:
+        ValueError: if the prompt has no tokens, or does not fit the model with what is to come; or
+            the tokenizer is not the model's.
+    """
+    embeddings = model.get_input_embeddings().weight
+    device = embeddings.device
+    encoder = Encoder(tokenizer, max_length_of(model, tokenizer), embeddings.shape[0])
+    ids = torch.tensor(encoder.encode([prompt]), dtype=torch.long, device=device)
+    if not ids.shape[1]:
+        raise ValueError("the prompt has no tokens; give it a word at least")
+    room = getattr(model.config, "max_position_embeddings", None)
+    if room is not None and ids.shape[1] + tokens > room:
+        raise ValueError(
+            f"the prompt's {ids.shape[1]} tokens and {tokens} new ones do not fit the model's "
+            f"{room}"
+        )
+    settings: dict[str, Any] = {"do_sample": seed is not None, "max_new_tokens": tokens}
+    settings["pad_token_id"] = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with evaluating(model), forked:
+        if seed is not None:
+            torch.manual_seed(seed)
+        out = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), **{**settings, **generation}
+        )
+    return tokenizer.decode(out[0], skip_special_tokens=True)

@@ -11,9 +11,11 @@ llm-foundry has them or as the hub's data sets do; a folder of `datasets.save_to
 | query, choices, gold | as they stand; gold is the index of the right choice |
 | ctx_a, ctx_b (or ctx), activity_label, endings, label | HellaSwag, cleaned as the harness does |
 | goal, sol1, sol2, label | PIQA: "Question: GOAL\\nAnswer:" and the two solutions |
+| question, choices (text, label), answerKey | ARC: "Question: QUESTION\\nAnswer:" and the texts |
 
-Between a context and what follows stands `delimiter`, one space, unless white space is there
-already: the context ends with it, or the continuation begins with it.
+Between a context and what follows stands `delimiter`, one space. Behind a HellaSwag, PIQA or ARC
+item's it always does, as in the harness; elsewhere not where white space is there already: the
+context ends with it, or the continuation begins with it.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
+
+from mmpreproj.messages import need
 
 HUB = "hf:"
 _JSON = (".jsonl", ".json", ".ndjson")
@@ -52,18 +56,22 @@ class ChoiceItem:
     Args:
         choices: without the delimiter: their length is what scores are normalised by.
         delimiter: what stands between the context and a choice.
+        always: it does so beside white space, too.
     """
 
     context: str
     choices: tuple[str, ...]
     gold: int
     delimiter: str = " "
+    always: bool = False
 
     def pairs(self) -> list[tuple[str, str]]:
-        return [
-            (self.context, _delimited(self.context, choice, self.delimiter))
-            for choice in self.choices
-        ]
+        def behind(choice: str) -> str:
+            if self.always:
+                return self.delimiter + choice
+            return _behind(self.context, choice, self.delimiter)
+
+        return [(self.context, behind(choice)) for choice in self.choices]
 
 
 def read_lambada(source: str | Path, delimiter: str = " ") -> list[LambadaItem]:
@@ -77,11 +85,10 @@ def read_lambada(source: str | Path, delimiter: str = " ") -> list[LambadaItem]:
 
     def item(row: Row) -> LambadaItem:
         if "continuation" in row:
-            context, continuation = _texts(row, "context", "continuation")
-            continuation = _delimited(context, continuation, delimiter)
+            context, continuation = _text(row, "context"), _text(row, "continuation")
+            continuation = _behind(context, continuation, delimiter)
         else:
-            (text,) = _texts(row, "text")
-            context, space, word = text.rstrip("\n").rpartition(" ")
+            context, space, word = _text(row, "text").rstrip("\n").rpartition(" ")
             continuation = space + word
         if not continuation.strip():
             raise ValueError("its continuation is empty")
@@ -99,14 +106,8 @@ def read_choices(source: str | Path, delimiter: str = " ") -> list[ChoiceItem]:
     """
 
     def item(row: Row) -> ChoiceItem:
-        if "endings" in row:
-            context, choices, gold = _hellaswag(row)
-        elif "sol1" in row:
-            goal, *choices = _texts(row, "goal", "sol1", "sol2")
-            context, gold = f"Question: {goal}\nAnswer:", row["label"]
-        else:
-            (context,) = _texts(row, "query")
-            choices, gold = row["choices"], row["gold"]
+        form = next((column for column in _FORMS if column in row), "query")
+        context, choices, gold = _FORMS[form](row)
         choices = list(choices)
         if len(choices) < 2 or not all(isinstance(c, str) and c.strip() for c in choices):
             raise ValueError(f"at least two choices that are not empty are needed, found {choices}")
@@ -114,41 +115,59 @@ def read_choices(source: str | Path, delimiter: str = " ") -> list[ChoiceItem]:
             raise ValueError(f"the index of the right choice is {gold!r} (a part without answers?)")
         if int(gold) >= len(choices):
             raise ValueError(f"the right choice is {gold}, but there are {len(choices)} (from 0)")
-        return ChoiceItem(context, tuple(choices), int(gold), delimiter)
+        return ChoiceItem(context, tuple(choices), int(gold), delimiter, always=form != "query")
 
-    columns = "query, choices and gold; HellaSwag's ctx, endings and label; or PIQA's goal, sol1, "
-    return _read(source, item, columns + "sol2 and label")
+    columns = (
+        "query, choices and gold; HellaSwag's ctx, endings and label; PIQA's goal, sol1, sol2 and "
+        "label; or ARC's question, choices and answerKey"
+    )
+    return _read(source, item, columns)
 
 
-def _hellaswag(row: Row) -> tuple[str, list[str], Any]:
+def _hellaswag(row: Row) -> tuple[str, Iterable[str], Any]:
+    def clean(text: str) -> str:  # WikiHow's marks, in the harness's order
+        text = text.strip().replace(" [title]", ". ")
+        return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
     if "ctx_a" in row:
-        first, second = _texts(row, "ctx_a", "ctx_b")
-        context = f"{first} {second.capitalize()}"
+        context = f"{_text(row, 'ctx_a')} {_text(row, 'ctx_b').capitalize()}"
     else:
-        (context,) = _texts(row, "ctx")
+        context = _text(row, "ctx")
     if row.get("activity_label"):
         context = f"{row['activity_label']}: {context}"
-    return _clean(context), [_clean(ending) for ending in row["endings"]], row["label"]
+    return clean(context), map(clean, row["endings"]), row["label"]
 
 
-def _clean(text: str) -> str:
-    """WikiHow's marks out of a HellaSwag text, in the harness's order."""
-    text = text.strip().replace(" [title]", ". ")
-    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+def _piqa(row: Row) -> tuple[str, Iterable[str], Any]:
+    return f"Question: {_text(row, 'goal')}\nAnswer:", (row["sol1"], row["sol2"]), row["label"]
 
 
-def _delimited(context: str, continuation: str, delimiter: str) -> str:
+def _arc(row: Row) -> tuple[str, Iterable[str], Any]:
+    labels, key = list(row["choices"]["label"]), row["answerKey"]
+    gold = labels.index(key) if key in labels else f"that of {key!r} in {labels}"
+    return f"Question: {_text(row, 'question')}\nAnswer:", row["choices"]["text"], gold
+
+
+# Context, choices and the index of the right one, by a column that no other form has. llm-foundry's
+# form comes last; the others are as the harness's tasks make them.
+_FORMS: dict[str, Callable[[Row], tuple[str, Iterable[str], Any]]] = {
+    "endings": _hellaswag,
+    "sol1": _piqa,
+    "answerKey": _arc,
+    "query": lambda row: (_text(row, "query"), row["choices"], row["gold"]),
+}
+
+
+def _behind(context: str, continuation: str, delimiter: str) -> str:
     """The continuation behind the delimiter, unless white space parts the two already."""
-    if not context or context[-1].isspace() or continuation[:1].isspace():
-        return continuation
-    return delimiter + continuation
+    parted = not context or context[-1].isspace() or continuation[:1].isspace()
+    return continuation if parted else delimiter + continuation
 
 
-def _texts(row: Row, *names: str) -> list[str]:
-    for name in names:
-        if not isinstance(row[name], str):
-            raise ValueError(f"{name!r} must be text, found {row[name]!r}")
-    return [row[name] for name in names]
+def _text(row: Row, name: str) -> str:
+    if not isinstance(row[name], str):
+        raise ValueError(f"{name!r} must be text, found {row[name]!r}")
+    return row[name]
 
 
 def _read(source: str | Path, make: Callable[[Row], Item], columns: str) -> list[Item]:
@@ -169,30 +188,39 @@ def _read(source: str | Path, make: Callable[[Row], Item], columns: str) -> list
 
 def _rows(source: str) -> Iterator[tuple[str, Row]]:
     """Rows of a source, each with the place to name in an error."""
+    path = Path(source).expanduser()
     if source.startswith(HUB):
-        if len(source.removeprefix(HUB).split(":")) < 3:  # nobody means the training part
+        if source.count(":") < 3:  # nobody means the training part
             raise ValueError(
                 f"{source!r}: say which part, as {HUB}NAME:CONFIG:SPLIT, such as {HUB}NAME::test"
             )
         from mmpreproj.data.text.hub import hub_dataset
 
-        yield from _table(source, hub_dataset(source))
-        return
-    path = Path(source).expanduser()
-    if not path.exists():
+        table = hub_dataset(source)
+    elif not path.exists():
         raise FileNotFoundError(
-            f"there is no {str(path)!r}; give a .jsonl or .parquet file, a folder of "
+            f"there is no file {source}; give a .jsonl or .parquet file, a folder of "
             f"datasets.save_to_disk, or {HUB}NAME:CONFIG:SPLIT for a data set of the hub"
         )
-    suffixes = [s for s in path.suffixes if s not in _PACKED]
-    if path.is_dir():
-        yield from _table(source, _saved(path))
+    elif path.is_dir():
+        table = need("datasets", f"reading {path}", "text").load_from_disk(str(path))
+        if isinstance(table, dict):
+            raise ValueError(
+                f"{path} holds several data sets; name the one that is meant: "
+                f"{', '.join(str(path / split) for split in sorted(table))}"
+            )
     elif path.suffix == ".parquet":
-        yield from _table(source, _parquet(path))
-    elif suffixes and suffixes[-1] in _JSON:
+        try:
+            table = need("pyarrow.parquet", f"reading {path}", "text").read_table(path).to_pylist()
+        except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError
+            raise ValueError(f"{path} is not a parquet file ({error})") from error
+    elif (path.with_suffix("") if path.suffix in _PACKED else path).suffix in _JSON:
         yield from _json_lines(path)
+        return
     else:
         raise ValueError(f"{str(path)!r} is none of {', '.join(_JSON)} (or these .gz, …), .parquet")
+    for number, row in enumerate(table, start=1):
+        yield f"{source}, row {number}", row
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
@@ -216,34 +244,3 @@ def _open(path: Path) -> AbstractContextManager[BinaryIO]:
     from mmpreproj.data.text.pieces import open_bytes
 
     return open_bytes(path)
-
-
-def _table(source: str, rows: Sequence[Row]) -> Iterator[tuple[str, Row]]:
-    return ((f"{source}, row {number}", row) for number, row in enumerate(rows, start=1))
-
-
-def _parquet(path: Path) -> list[Row]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ImportError("parquet needs pyarrow: pip install 'mmpreproj[text]'") from error
-    try:
-        return parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{path} is not a parquet file ({error})") from error
-
-
-def _saved(folder: Path) -> Any:
-    """What `datasets.save_to_disk` wrote."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(f"{folder} needs datasets: pip install 'mmpreproj[text]'") from error
-    found = datasets.load_from_disk(str(folder))
-    if isinstance(found, datasets.DatasetDict):
-        raise ValueError(
-            f"{folder} holds several data sets; name the one that is meant: "
-            f"{', '.join(str(folder / split) for split in sorted(found))}"
-        )
-    return found

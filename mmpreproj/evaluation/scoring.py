@@ -3,14 +3,21 @@
 The trunk runs over whole batches, the output head on the scored positions alone: of a LAMBADA item
 that is one or two of a hundred. Log-softmax is taken in float32 at least, whatever the model's
 dtype. Items are sorted by length and padded at the right, where a causal model cannot look, so that
-a score depends on neither the batch size nor the other items. Where rotary frequencies follow the
-longest row of a batch (dynamic NTK, LongRoPE), rows of one length are read together.
+a score depends on neither the batch size nor the other items.
+
+A context that several continuations share, such as a question's choices, is run once. Its keys and
+values are kept and the continuations go on from them, as cached generation does. Contexts of a
+batch stand at the right end of their rows (padded at the left, masked), so that every distance
+between tokens is what it would be alone, under rotary and learned positions, ALiBi and sliding
+windows alike. Whether a model does this exactly is tried out on it once, not assumed.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import dataclasses
+import functools
+import itertools
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -19,13 +26,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 
 from mmpreproj.backbones.lm_head import lm_head_of, trunk
 from mmpreproj.backbones.modes import evaluating
 from mmpreproj.backbones.tokenizers import tokenizer_hash
-from mmpreproj.evaluation.encoding import Encoder, Request, max_length_of, windows
-from mmpreproj.evaluation.rotary import forget_length, length_dependent
-from mmpreproj.evaluation.shared import Scored, SharedContexts, split_shared
+from mmpreproj.evaluation.encoding import (
+    Encoder,
+    Request,
+    by_context,
+    max_length_of,
+    partition,
+    windows,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +48,13 @@ _logger = logging.getLogger(__name__)
 
 # Logits held at once (2**25 numbers, 128 MiB in float32), whatever the batch.
 _LOGITS = 2**25
+# Continuations run at once, for each context that a batch holds: those of four choices.
+_CONTINUATIONS = 4
+
+# Requests of one context, which is run once for all of them, or a request alone.
+Group = list[Request]
+# Hidden states [N, D], and for each request the rows of them that predict its tokens.
+Hidden = tuple[Tensor, Sequence[Sequence[int]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +112,11 @@ class Scorer:
         embeddings = model.get_input_embeddings().weight
         self.device = embeddings.device
         self.max_length = max_length_of(model, tokenizer) if max_length is None else max_length
-        self.encoder = Encoder(tokenizer, self.max_length, embeddings.shape[0], add_bos)
+        self.encoder = Encoder(tokenizer, self.max_length, len(embeddings), add_bos)
         self.batch_tokens = batch_tokens
         self.batch_size = batch_size
-        self.rotary = length_dependent(model)
-        share = share_contexts and not self.rotary
-        self.shared = SharedContexts(model, self.device) if share else None
+        self.share_contexts = share_contexts
+        self.rotary = [module for module in model.modules() if _follows_length(module)]
 
     def loglikelihood(
         self, pairs: Sequence[tuple[str, str]], progress: bool = False
@@ -109,35 +129,7 @@ class Scorer:
             ValueError: before anything is scored, if a continuation has no tokens or more than the
                 model reads at once; or as `score`.
         """
-        requests = self.encoder.pairs(pairs)
-        cut = sum(request.n_cut > 0 for request in requests)
-        if cut:
-            _logger.warning(
-                "%d of %d contexts lost tokens at their left: the model reads %d at once",
-                *(cut, len(requests), self.max_length),
-            )
-        return self.score(requests, progress)
-
-    def rolling(
-        self, texts: Sequence[str], stride: int | None = None, progress: bool = False
-    ) -> list[Score]:
-        """Scores of whole texts, each from its first token on, in windows of max_length tokens.
-
-        The harness's rule: BOS (else EOS) stands before the tokens that the tokenizer gives, and
-        all of these count, a BOS that it puts first by default among them.
-
-        Args:
-            stride: tokens by which the window moves; None: max_length, as the harness does.
-
-        Raises:
-            ValueError: a text has no tokens; stride is not from 1 to max_length; or as `score`.
-        """
-        first = self.encoder.empty_context
-        found = self.encoder.encode(texts)
-        return self.in_windows(
-            [ids if first is None else [first, *ids] for ids in found],
-            *(self.max_length, self.max_length if stride is None else stride, progress),
-        )
+        return self.score(self.encoder.pairs(pairs), progress)
 
     def in_windows(
         self, sequences: Sequence[list[int]], window: int, stride: int, progress: bool = False
@@ -153,22 +145,22 @@ class Scorer:
                 f"the window must be from 1 to the {self.max_length} tokens that the model reads "
                 f"at once, found {window}"
             )
-        requests: list[Request] = []
-        owners: list[int] = []
+        asked = []
         for index, ids in enumerate(sequences):
             if len(ids) < 2:
                 raise ValueError(f"text {index} has no tokens to score")
-            for start, end, scored in windows(len(ids), window, stride):
-                requests.append(Request(ids[start:end], scored))
-                owners.append(index)
-        logprob = [0.0] * len(sequences)
-        greedy = [True] * len(sequences)
-        n_tokens = [0] * len(sequences)
-        for index, score in zip(owners, self.score(requests, progress), strict=True):
-            logprob[index] += score.logprob
-            greedy[index] &= score.greedy
-            n_tokens[index] += score.n_tokens
-        return [Score(*values) for values in zip(logprob, greedy, n_tokens, strict=True)]
+            spans = windows(len(ids), window, stride)
+            asked.append([Request(ids[start:end], scored) for start, end, scored in spans])
+        scores = iter(self.score(list(itertools.chain(*asked)), progress))
+        found = [list(itertools.islice(scores, len(requests))) for requests in asked]
+        return [
+            Score(
+                math.fsum(s.logprob for s in parts),
+                all(s.greedy for s in parts),
+                sum(s.n_tokens for s in parts),
+            )
+            for parts in found
+        ]
 
     @torch.no_grad()
     def score(self, requests: Sequence[Request], progress: bool = False) -> list[Score]:
@@ -177,98 +169,179 @@ class Scorer:
         Raises:
             ValueError: naming the request, if a log-likelihood is NaN: the logits are not finite.
         """
-        found: list[Score | None] = [None] * len(requests)
-        with evaluating(self.model), _bar(len(requests), progress) as advance:
-            groups, alone = [], list(range(len(requests)))
-            if self.shared is not None:
-                groups, alone = split_shared(requests)
-                if groups and not self.shared.exact:
-                    groups, alone = [], list(range(len(requests)))
-            for batch in self._batches(groups, requests):
-                members = [index for group in batch for index in group]
-                scored = self.shared.run(
-                    [[requests[i] for i in group] for group in batch],
-                    *(self.batch_size, self.batch_tokens),
-                )
-                self._keep(found, members, requests, scored)
-                advance(len(members))
-            for batch in self._batches([[index] for index in alone], requests):
-                members = [index for (index,) in batch]
-                self._keep(found, members, requests, self._plain([requests[i] for i in members]))
-                advance(len(members))
-        return found
+        cut = sum(request.n_cut > 0 for request in requests)
+        if cut:
+            _logger.warning(
+                "%d of %d contexts lost tokens at their left: the model reads %d at once",
+                *(cut, len(requests), self.max_length),
+            )
+        found: dict[int, Score] = {}
+        bar = tqdm(total=len(requests), desc="scoring", disable=None if progress else True)
+        with evaluating(self.model), bar:
+            groups = by_context(requests)
+            if any(len(group) > 1 for group in groups) and not self.shares:
+                groups = [[request] for request in requests]
+            for batch in self._batches(groups):
+                run = self._behind if len(batch[0]) > 1 else self._whole
+                members = list(itertools.chain(*batch))
+                scored = self._scored(*run(batch), members)
+                for request, (logprob, greedy) in zip(members, scored, strict=True):
+                    if math.isnan(logprob):
+                        raise ValueError(self._not_finite(requests.index(request), request))
+                    found[id(request)] = Score(logprob, greedy, request.n_scored, request.n_cut)
+                bar.update(len(members))
+        return [found[id(request)] for request in requests]
 
-    def _batches(
-        self, groups: list[list[int]], requests: Sequence[Request]
-    ) -> Iterator[list[list[int]]]:
+    def _batches(self, groups: list[Group]) -> Iterator[list[Group]]:
         """Groups of like length, the longest first: a batch too large for the memory fails at once.
 
-        A group is a number of rows with one context; its length that of the context, or of all the
-        rows' ends, whichever is more. The longest end of a batch of several fits the model behind
-        the longest context.
+        Groups of several and requests alone are not mixed. The length of a group is that of its
+        context, or of all of its ends, whichever is more. The longest end of a batch fits the model
+        behind the longest context. Where rotary frequencies follow the length (_follows_length),
+        rows of a batch have one length.
         """
-
-        def length(group: list[int]) -> int:
-            first = requests[group[0]]
-            if len(group) == 1:
-                return len(first.ids) - 1
-            ends = sum(requests[index].n_scored for index in group)
-            return max(len(first.ids) - first.n_scored, ends)
-
-        lengths = [length(group) for group in groups]
-        batch: list[list[int]] = []
-        longest = context = end = 0
-        for index in sorted(range(len(groups)), key=lambda i: (-lengths[i], i)):
-            group = [requests[i] for i in groups[index]]
-            own_context = len(group[0].ids) - group[0].n_scored
-            own_end = max(request.n_scored for request in group) - 1
+        sized = []
+        for group in groups:
+            ends = [request.n_scored for request in group]
+            context, alone = len(group[0].ids) - ends[0], len(group) == 1
+            length = context + ends[0] - 1 if alone else max(context, sum(ends))
+            sized.append((alone, -length, context, max(ends) - 1, group))
+        batch: list[Group] = []
+        longest = contexts = ends = 0
+        for alone, size, context, end, group in sorted(sized, key=lambda sizes: sizes[:2]):
+            contexts, ends = max(contexts, context), max(ends, end)
             if batch:
                 full = len(batch) == (self.batch_size or max(1, self.batch_tokens // longest))
-                joined = max(context, own_context) + max(end, own_end)
-                wide = len(group) > 1 and joined > self.max_length
-                if full or wide or (self.rotary and lengths[index] != longest):
+                wide = not alone and contexts + ends > self.max_length
+                another = alone != (len(batch[0]) == 1) or (self.rotary and -size != longest)
+                if full or wide or another:
                     yield batch
                     batch = []
             if not batch:
-                longest, context, end = lengths[index], 0, 0
-            context, end = max(context, own_context), max(end, own_end)
-            batch.append(groups[index])
+                longest, contexts, ends = -size, context, end
+            batch.append(group)
         if batch:
             yield batch
 
-    def _plain(self, requests: list[Request]) -> Scored:
-        """One row a request."""
-        ids, hidden_at, targets, owners = [], [], [], []
-        longest = max(len(request.ids) for request in requests) - 1
-        forget_length(self.rotary)
-        for row, request in enumerate(requests):
-            read = len(request.ids) - 1
-            # Any id serves as padding: nothing to the left of it sees it
-            ids.append(request.ids[:-1] + [0] * (longest - read))
-            start = row * longest
-            hidden_at.extend(range(start + read - request.n_scored, start + read))
-            targets.extend(request.ids[-request.n_scored :])
-            owners.extend([row] * request.n_scored)
-        hidden = trunk(self.model, torch.tensor(ids, device=self.device)).flatten(0, 1)
-        rows = hidden[torch.tensor(hidden_at, device=hidden.device)]
-        return Scored(rows, torch.arange(len(rows)), torch.tensor(targets), torch.tensor(owners))
+    def _padded(self, rows: list[list[int]], side: str = "right") -> Tensor:
+        """[B, T]. Any id pads: at the right nothing that is scored sees it, at the left a mask
+        hides it."""
+        rows = [torch.tensor(row) for row in rows]
+        return pad_sequence(rows, batch_first=True, padding_side=side).to(self.device)
 
-    def _keep(
-        self,
-        found: list[Score | None],
-        members: list[int],
-        requests: Sequence[Request],
-        scored: Scored,
-    ) -> None:
-        """Puts the scores of a batch in `found`; scored.owners count in `members`."""
-        logprob, greedy = self._targets(scored.hidden, scored.row_of, scored.targets)
-        sums = torch.zeros(len(members), dtype=torch.float64).index_add_(0, scored.owners, logprob)
-        wrong = torch.zeros(len(members)).index_add_(0, scored.owners, (~greedy).float())
-        for index, total, missed in zip(members, sums.tolist(), wrong.tolist(), strict=True):
-            request = requests[index]
-            if math.isnan(total):
-                raise ValueError(self._not_finite(index, request))
-            found[index] = Score(total, missed == 0, request.n_scored, request.n_cut)
+    def _whole(self, groups: list[Group]) -> Hidden:
+        """One row a request."""
+        for module in self.rotary:  # the frequencies are set anew, whatever was read before
+            for name in vars(module):
+                if name.endswith("max_seq_len_cached"):
+                    setattr(module, name, 0)
+        hidden = trunk(self.model, self._padded([request.ids[:-1] for (request,) in groups]))
+        rows = []
+        for row, (request,) in enumerate(groups):
+            end = row * hidden.shape[1] + len(request.ids) - 1
+            rows.append(range(end - request.n_scored, end))
+        return hidden.flatten(0, 1), rows
+
+    def _behind(self, groups: list[Group]) -> Hidden:
+        """One row a context, and one a continuation behind it: at most _CONTINUATIONS times as many
+        at once as a batch has rows (or, of batch_tokens, contexts of this length)."""
+        contexts = [group[0].ids[: -group[0].n_scored] for group in groups]
+        mask = self._padded([[1] * len(context) for context in contexts], "left")
+        mask = None if mask.all() else mask
+        hidden, cache = trunk(self.model, self._padded(contexts, "left"), mask, use_cache=True)
+        # A context's last hidden state predicts the first token of all of its continuations
+        states, n_states = [hidden[:, -1]], len(contexts)
+        group_of = [number for number, group in enumerate(groups) for _ in group]
+        rows = [[number] for number in group_of]
+        tails = [request.ids[-request.n_scored : -1] for group in groups for request in group]
+        limits = max(1, _CONTINUATIONS * self.batch_tokens // hidden.shape[1]), self.batch_tokens
+        if self.batch_size is not None:
+            limits = _CONTINUATIONS * self.batch_size, None
+        order = sorted(range(len(tails)), key=lambda index: -len(tails[index]))
+        order = [index for index in order if tails[index]]
+        for start, stop in partition([len(tails[index]) for index in order], *limits):
+            members = order[start:stop]
+            tokens = self._padded([tails[index] for index in members])
+            of = torch.tensor([group_of[index] for index in members], device=self.device)
+            # The tensors of a cache are replaced, not written to: the one for all stays as it is
+            grown = copy.copy(cache)
+            grown.layers = [copy.copy(layer) for layer in cache.layers]
+            grown.reorder_cache(of)
+            # Padding at the right counts as read; nothing scored sees it
+            seen = None if mask is None else torch.cat([mask[of], torch.ones_like(tokens)], dim=1)
+            behind, _ = trunk(self.model, tokens, seen, past_key_values=grown, use_cache=True)
+            states.append(behind.flatten(0, 1))
+            for index in members:
+                rows[index].extend(range(n_states, n_states + len(tails[index])))
+                n_states += tokens.shape[1]
+        return torch.cat(states), rows
+
+    @functools.cached_property
+    def shares(self) -> bool:
+        """Whether contexts are run once: if it is wanted, and gives what the model, in eval mode,
+        gives without; if not, a warning says so.
+
+        Tried with two contexts and their continuations, of different lengths, both ways.
+        """
+        if self.rotary or not self.share_contexts:
+            return False
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(n: int) -> list[int]:
+            return torch.randint(self.encoder.n_embeddings, (n,), generator=generator).tolist()
+
+        groups = [
+            [Request(context + end, len(end)) for end in map(draw, (9, 1, 2, 9))]
+            for context in (draw(7), draw(4))
+        ]
+        alone = [[request] for group in groups for request in group]
+        try:
+            found, wanted = (
+                hidden[list(itertools.chain(*rows))]
+                for hidden, rows in (self._behind(groups), self._whole(alone))
+            )
+        except Exception as error:  # whatever a model raises that keeps no such cache
+            why = f"{type(error).__name__}: {error}"
+        else:
+            # Another order of sums through all layers; a wrong position shows far above it
+            bound = torch.finfo(wanted.dtype).eps ** 0.5 * wanted.abs().max()
+            error = (found - wanted).abs().max()
+            if error <= bound:
+                return True
+            why = f"hidden states differ by {error:.2g} (at most {bound:.2g} is rounding)"
+        _logger.warning(
+            "%s does not give the same behind a context that is run once (%s): every choice is "
+            "scored with its whole context instead, which takes longer",
+            *(type(self.model).__name__, why),
+        )
+        return False
+
+    def _scored(
+        self, hidden: Tensor, rows: Sequence[Sequence[int]], requests: list[Request]
+    ) -> Iterator[tuple[float, bool]]:
+        """The log-likelihood of each request, and whether each of its tokens is the greedy one."""
+        used, row_of = torch.tensor(list(itertools.chain(*rows))).unique(return_inverse=True)
+        targets = torch.tensor(
+            [i for request in requests for i in request.ids[-request.n_scored :]]
+        )
+        hidden = hidden[used.to(hidden.device)].to(self.head.weight.device)
+        logprob = torch.empty(len(targets), dtype=torch.float64)
+        greedy = torch.empty(len(targets), dtype=torch.bool)
+        size = max(1, _LOGITS // self.head.weight.shape[0])
+        for start in range(0, len(hidden), size):
+            logits = self.head.logits(hidden[start : start + size])
+            # log-softmax in bf16 would lose the tails, and make ties
+            logits = logits.float() if logits.dtype.itemsize < 4 else logits
+            # The harness's own function: its float32 sum over a vocabulary of 50,000 is off by 1e-5
+            # a token on a CPU (logsumexp is not), which a long continuation would show
+            logprobs = logits.log_softmax(-1)
+            (here,) = torch.where(row_of // size == start // size)
+            row, wanted = (i[here].to(logprobs.device) for i in (row_of - start, targets))
+            logprob[here] = logprobs[row, wanted].double().cpu()
+            greedy[here] = (logprobs.argmax(-1)[row] == wanted).cpu()
+        lengths = [request.n_scored for request in requests]
+        for values, flags in zip(logprob.split(lengths), greedy.split(lengths), strict=True):
+            yield values.sum().item(), bool(flags.all())
 
     def _not_finite(self, index: int, request: Request) -> str:
         text = self.tokenizer.decode(request.ids[-request.n_scored :])
@@ -277,26 +350,6 @@ class Scorer:
             "are not finite. Its weights have diverged, or its activations overflow in "
             f"{self.head.weight.dtype}: use an earlier checkpoint, or float32"
         )
-
-    def _targets(self, hidden: Tensor, row_of: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (float64) and whether each is the greedy token. [M], on the CPU."""
-        hidden = hidden.to(self.head.weight.device)
-        size = max(1, _LOGITS // self.head.weight.shape[0])
-        starts = range(0, len(hidden), size)
-        bounds = torch.searchsorted(row_of, torch.tensor([*starts, len(hidden)])).tolist()
-        logprob, greedy = [], []
-        for start, low, high in zip(starts, bounds, bounds[1:], strict=False):
-            logits = self.head.logits(hidden[start : start + size])
-            # log-softmax in bf16 would lose the tails, and make ties
-            logits = logits.float() if logits.dtype.itemsize < 4 else logits
-            rows = (row_of[low:high] - start).to(logits.device)
-            wanted = targets[low:high].to(logits.device)
-            # The harness's own function: its float32 sum over a vocabulary of 50,000 is off by 1e-5
-            # a token on a CPU (logsumexp is not), which a long continuation would show
-            logprobs = logits.log_softmax(-1)
-            logprob.append(logprobs[rows, wanted].double().cpu())
-            greedy.append((logprobs.argmax(-1)[rows] == wanted).cpu())
-        return torch.cat(logprob), torch.cat(greedy)
 
     def describe(self) -> dict[str, Any]:
         """How it scores, as results hold it: plain values.
@@ -317,25 +370,19 @@ class Scorer:
             },
             "prefix": tokenizer.convert_ids_to_tokens(self.encoder.prefix),
             "max_length": self.max_length,
-            "dtype": _plain_name(self.head.weight.dtype),
-            "autocast": None if autocast is None else _plain_name(autocast),
+            "dtype": str(self.head.weight.dtype).removeprefix("torch."),
+            "autocast": None if autocast is None else str(autocast).removeprefix("torch."),
         }
 
 
-def _plain_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _follows_length(module: nn.Module) -> bool:
+    """Whether it is a rotary embedding whose frequencies follow the longest row of a batch.
 
-
-@contextlib.contextmanager
-def _bar(total: int, show: bool) -> Iterator[Any]:
-    """A function that moves a progress bar on by so many items."""
-    if not show:
-        yield lambda n: None
-        return
-    try:
-        from rich.progress import Progress
-    except ImportError as error:
-        raise ImportError("progress=True needs rich: pip install 'mmpreproj[train]'") from error
-    with Progress() as progress:
-        task = progress.add_task("scoring", total=total)
-        yield lambda n: progress.advance(task, n)
+    transformers' dynamic NTK scaling and LongRoPE take one set of frequencies for a whole batch, by
+    its longest row, and dynamic scaling keeps the longest that it has seen. What a row gives then
+    depends on the others, unless rows of one length are read together and what was seen is
+    forgotten.
+    """
+    kind = getattr(module, "rope_type", None)
+    kinds = kind.values() if isinstance(kind, dict) else [kind]  # by layer type in Gemma 3
+    return any(isinstance(k, str) and ("dynamic" in k or k == "longrope") for k in kinds)

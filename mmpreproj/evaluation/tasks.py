@@ -1,18 +1,37 @@
 """What the field reports of a language model: LAMBADA, multiple choice, perplexity.
 
 Results are plain dicts. Each figure has its counts beside it and names its rule, so that it can be
-compared with others of the same rule, and only with those.
+compared with others of the same rule, and only with those. A config names evaluations
+(EvaluationConfig), which run one after another on one model.
 """
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from mmpreproj.evaluation.items import ChoiceItem, LambadaItem
+from torch import nn
+
+from mmpreproj.evaluation.items import (
+    HUB,
+    ChoiceItem,
+    LambadaItem,
+    read_choices,
+    read_lambada,
+)
 from mmpreproj.evaluation.scoring import Scorer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TASKS = ("lambada", "choices", "perplexity")
 Unit = Literal["token", "word", "byte"]
 UNITS: tuple[Unit, ...] = ("token", "word", "byte")
 
@@ -36,16 +55,17 @@ def lambada(
         perplexity: exp of the mean over items of the negative log-likelihood of the whole word.
     """
     items = _first(items, limit)
-    scores = scorer.loglikelihood([item.pair() for item in items], progress)
+    pairs = [item.pair() for item in items]
+    scores = scorer.loglikelihood(pairs, progress)
     if variant is None:
-        capitals = any(c.isupper() for item in items for c in item.context + item.continuation)
+        capitals = any(c.isupper() for pair in pairs for text in pair for c in text)
         variant = "openai" if capitals else "standard"
     nll = -math.fsum(score.logprob for score in scores)
+    rule = "every token of the last word is the most probable one"
     return {
         "task": "lambada",
         "variant": variant,
-        "accuracy": _accuracy(sum(score.greedy for score in scores), len(scores))
-        | {"rule": "every token of the last word is the most probable one"},
+        "accuracy": _accuracy(sum(score.greedy for score in scores), len(scores), rule),
         "perplexity": {
             "value": _exp(nll / len(scores)),
             "nll_sum": nll,
@@ -83,19 +103,19 @@ def choices(
     scores = iter(scorer.loglikelihood(pairs, progress))
     raw = normalised = n_cut = 0
     for item in items:
-        found = [next(scores) for _ in item.choices]
+        found = list(itertools.islice(scores, len(item.choices)))
         values = [score.logprob for score in found]
-        lengths = map(len, item.choices)
         raw += values.index(max(values)) == item.gold
-        values = [value / length for value, length in zip(values, lengths, strict=True)]
+        values = [value / len(choice) for value, choice in zip(values, item.choices, strict=True)]
         normalised += values.index(max(values)) == item.gold
         n_cut += any(score.n_cut for score in found)
+    rules = (
+        f"highest log-likelihood{by}; the first of equals" for by in ("", " / number of characters")
+    )
     return {
         "task": name,
-        "accuracy": _accuracy(raw, len(items))
-        | {"rule": "highest log-likelihood; the first of equals"},
-        "accuracy_normalised": _accuracy(normalised, len(items))
-        | {"rule": "highest log-likelihood / number of characters; the first of equals"},
+        "accuracy": _accuracy(raw, len(items), next(rules)),
+        "accuracy_normalised": _accuracy(normalised, len(items), next(rules)),
         "n_choices": len(pairs),
         "n_cut": n_cut,
         "scorer": scorer.describe(),
@@ -134,7 +154,7 @@ def perplexity(
     sequences = scorer.encoder.encode(texts)
     bos = scorer.encoder.prefix
     rests = [
-        text if bos and ids[: len(bos)] == bos else _behind_first(scorer, text, ids)
+        text if bos and ids[: len(bos)] == bos else _behind_first(scorer.tokenizer, text, ids)
         for text, ids in zip(texts, sequences, strict=True)
     ]
     scores = scorer.in_windows(sequences, window, stride, progress)
@@ -169,11 +189,11 @@ def perplexity_ratio(a: dict[str, Any], b: dict[str, Any], unit: Unit = "byte") 
     """
     if unit not in UNITS:
         raise ValueError(f"unit must be one of {', '.join(UNITS)}, found {unit!r}")
-    tokenizers = [result["scorer"]["tokenizer"] for result in (a, b)]
-    if unit == "token" and tokenizers[0]["hash"] != tokenizers[1]["hash"]:
+    first, second = (result["scorer"]["tokenizer"] for result in (a, b))
+    if unit == "token" and first["hash"] != second["hash"]:
         raise ValueError(
-            f"perplexities per token of different tokenizers ({tokenizers[0]['name']!r}, "
-            f"{tokenizers[1]['name']!r}) do not compare; take those per word or per byte"
+            f"perplexities per token of different tokenizers ({first['name']!r}, "
+            f"{second['name']!r}) do not compare; take those per word or per byte"
         )
     for key in ("window", "stride", "first_token_counts"):
         if a[key] != b[key]:
@@ -191,16 +211,149 @@ def perplexity_ratio(a: dict[str, Any], b: dict[str, Any], unit: Unit = "byte") 
     return math.inf if ratio is None else ratio
 
 
-def _behind_first(scorer: Scorer, text: str, ids: list[int]) -> str:
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """One evaluation of a language model.
+
+    Args:
+        task: lambada, choices (HellaSwag, PIQA and the like) or perplexity (strided).
+        source: a file (JSON lines or parquet; plain text for perplexity, also packed) or
+            "hf:NAME:CONFIG:SPLIT".
+        limit: the first so many items, or words of the text; None: all.
+        window: perplexity: tokens read at once; None: all that the model can.
+        stride: perplexity: tokens by which the window moves; None: half of it.
+        batch_tokens: tokens in a batch, padding included.
+
+    Raises:
+        ValueError: an unknown task, or a number that is out of range.
+    """
+
+    task: str
+    source: str
+    limit: int | None = None
+    window: int | None = None
+    stride: int | None = None
+    batch_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ValueError(f"task must be one of {', '.join(TASKS)}, found {self.task!r}")
+        if self.task != "perplexity" and (self.window, self.stride) != (None, None):
+            raise ValueError(f"window and stride are for perplexity, not for {self.task}")
+        for name in ("limit", "window", "stride", "batch_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                null = "" if name == "batch_tokens" else ", or null"
+                raise ValueError(f"{name} must be 1 or more{null}, found {value}")
+        if self.window is not None and self.stride is not None and self.stride > self.window:
+            raise ValueError(
+                f"stride must be at most the window ({self.window}), found {self.stride}: tokens "
+                "between two windows would not be scored"
+            )
+
+
+def read_suite(configs: Mapping[str, EvaluationConfig]) -> dict[str, Any]:
+    """The items, or the text, of each evaluation: what is wrong with a file shows before training.
+
+    Raises:
+        FileNotFoundError, ConnectionError, ValueError: naming the evaluation and the fault.
+    """
+    readers = {"lambada": read_lambada, "choices": read_choices, "perplexity": _read_text}
+    found = {}
+    for name, config in configs.items():
+        try:
+            found[name] = readers[config.task](config.source)
+        except (FileNotFoundError, ConnectionError, ValueError) as error:
+            raise type(error)(f"evaluation {name!r}: {error}") from error
+        if config.task == "perplexity" and config.limit is not None:
+            words = itertools.islice(re.finditer(r"\S+", found[name]), config.limit)
+            (last,) = collections.deque(words, maxlen=1)
+            found[name] = found[name][: last.end()]
+    return found
+
+
+def run_suite(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    configs: Mapping[str, EvaluationConfig],
+    progress: bool = False,
+    held: Mapping[str, Any] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """The result of each evaluation with its source, by name.
+
+    One that fails (a choice longer than the model reads, logits that are not finite, memory that
+    is not enough) has {"error": what it said} instead, and the others go on.
+
+    Args:
+        held: what `read_suite` gave; None reads it now.
+
+    Raises:
+        FileNotFoundError, ConnectionError, ValueError: as `read_suite`.
+    """
+    held = read_suite(configs) if held is None else held
+    found: dict[str, dict[str, Any]] = {}
+    for name, config in configs.items():
+        try:
+            scorer = Scorer(model, tokenizer, batch_tokens=config.batch_tokens)
+            if config.task == "lambada":
+                result = lambada(scorer, held[name], config.limit, progress=progress)
+            elif config.task == "choices":
+                result = choices(scorer, held[name], config.limit, name, progress)
+            else:
+                window = min(config.window or scorer.max_length, scorer.max_length)
+                result = perplexity(scorer, held[name], config.stride, window, progress)
+        except (ValueError, RuntimeError, IndexError) as error:
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            result = {"task": config.task, "error": f"{kind}{error}"}
+            warnings.warn(f"evaluation {name!r} failed: {kind}{error}", stacklevel=2)
+        found[name] = result | {"source": Path(config.source).name, "limit": config.limit}
+    return found
+
+
+def task_line(result: dict[str, Any]) -> str:
+    """The figures of one evaluation on a line."""
+    if "error" in result:
+        return f"failed: {result['error']}"
+    parts = []
+    for key, label in (("accuracy", "accuracy"), ("accuracy_normalised", "normalised")):
+        if key in result:
+            parts.append(f"{label} {result[key]['value']:.2%}")
+            n = result[key]["n"]
+    if isinstance(result.get("perplexity"), dict):
+        parts.append(f"perplexity {_number(result['perplexity']['value'])}")
+    for unit in UNITS:
+        figure = result.get(f"{unit}_perplexity")
+        if figure:
+            parts.append(f"per {unit} {_number(figure['value'])}")
+            n = result["token_perplexity"]["n"]
+    return f"{', '.join(parts)}  n = {n:,}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.3f}"
+
+
+def _read_text(source: str) -> str:
+    path = Path(source).expanduser()
+    if source.startswith(HUB) or path.is_dir():
+        kind = "the folder " if path.is_dir() else ""
+        raise ValueError(f"perplexity takes one text file, found {kind}{source}")
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file {source}")
+    from mmpreproj.data.text.sources import TextFile
+
+    file = TextFile(str(path))
+    return "".join(piece.text for piece in file.pieces(0, file.size))
+
+
+def _behind_first(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int]) -> str:
     """The text without its first token."""
-    tokenizer = scorer.tokenizer
-    if tokenizer.is_fast:
-        found = tokenizer(
-            text[:1000], add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        return text[found["offset_mapping"][0][1] :] if found["input_ids"] else text
-    first = tokenizer.decode(ids[:1])
-    return text.removeprefix(first)
+    if not tokenizer.is_fast:
+        return text.removeprefix(tokenizer.decode(ids[:1]))
+    found = tokenizer(
+        text[:1000], add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
+    return text[found["offset_mapping"][0][1] :] if found["input_ids"] else text
 
 
 def _first(items: Sequence[Any], limit: int | None) -> Sequence[Any]:
@@ -212,8 +365,8 @@ def _first(items: Sequence[Any], limit: int | None) -> Sequence[Any]:
     return items
 
 
-def _accuracy(correct: int, n: int) -> dict[str, Any]:
-    return {"value": correct / n, "correct": correct, "n": n}
+def _accuracy(correct: int, n: int, rule: str) -> dict[str, Any]:
+    return {"value": correct / n, "correct": correct, "n": n, "rule": rule}
 
 
 def _exp(value: float) -> float | None:

@@ -21,8 +21,8 @@ from mmpreproj.backbones.text import load_language_model, new_language_model
 from mmpreproj.backbones.tokenizers import check_hash, check_tokenizer, tokenizer_hash
 from mmpreproj.data.loaders import Answers
 from mmpreproj.data.text.portable import from_text, to_text
-from mmpreproj.evaluation.continuation import continue_text
-from mmpreproj.evaluation.suite import EvaluationConfig, read_suite, run_suite
+from mmpreproj.evaluation.encoding import continue_text
+from mmpreproj.evaluation.tasks import EvaluationConfig, read_suite, run_suite
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.saving import fingerprint
 from mmpreproj.training.language_metrics import language_headline, language_metrics

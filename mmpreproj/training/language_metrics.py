@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mmpreproj.evaluation.suite import task_line
+from mmpreproj.evaluation.tasks import task_line
 
 
 def language_metrics(result: dict[str, Any] | None) -> dict[str, Any] | None:

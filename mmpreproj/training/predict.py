@@ -147,7 +147,7 @@ def _continue_with_model(known: argparse.Namespace) -> int:
 
 
 def _continue(model: Any, tokenizer: Any, known: argparse.Namespace) -> int:
-    from mmpreproj.evaluation.continuation import continue_text
+    from mmpreproj.evaluation.encoding import continue_text
 
     sampling = {} if known.seed is None else {"temperature": known.temperature}
     for prompt in known.inputs:
