@@ -152,7 +152,7 @@ def test_code_in_a_weights_file_is_not_run(tmp_path):
 
 
 def test_pretrained_without_a_network_names_the_hub_id_and_the_way_out(monkeypatch):
-    monkeypatch.setattr("mmpreproj.backbones.hub.reachable", lambda endpoint: False)
+    monkeypatch.setattr("mmpreproj.hub_cache.reachable", lambda endpoint: False)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *args: None)
     with pytest.raises(ConnectionError, match="timm/vit_tiny_patch16_224.*--model.weights FILE"):
         vit(pretrained=True)

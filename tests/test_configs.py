@@ -8,7 +8,7 @@ import yaml
 from text_data import character_tokenizer
 
 from mmpreproj.backbones import building
-from mmpreproj.backbones.text import new_language_model
+from mmpreproj.backbones.lm import new_language_model
 from mmpreproj.studies.study import Study
 from mmpreproj.training import LanguageModel
 from mmpreproj.training.cli import TrainCLI

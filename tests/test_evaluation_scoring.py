@@ -18,7 +18,7 @@ from evaluation_models import (  # noqa: E402
 )
 from transformers_models import tiny  # noqa: E402
 
-from mmpreproj.backbones.tokenizers import tokenizer_hash  # noqa: E402
+from mmpreproj.backbones.lm.lm_tokenizer import tokenizer_hash  # noqa: E402
 from mmpreproj.evaluation import Scorer, scoring  # noqa: E402
 from mmpreproj.evaluation.encoding import Request, windows  # noqa: E402
 

@@ -68,15 +68,15 @@ def test_a_model_that_cannot_share_a_context_exactly_says_so_and_scores_plainly(
 
 @pytest.fixture
 def read(monkeypatch):
-    """Shapes of what the trunk reads, in order."""
+    """Shapes of what the base model reads, in order."""
     shapes = []
 
-    def trunk(model, ids, *args, **keywords):
+    def hidden_states(model, ids, *args, **keywords):
         shapes.append(tuple(ids.shape))
         return plain(model, ids, *args, **keywords)
 
-    plain = scoring.trunk
-    monkeypatch.setattr(scoring, "trunk", trunk)
+    plain = scoring.hidden_states
+    monkeypatch.setattr(scoring, "hidden_states", hidden_states)
     return shapes
 
 

@@ -147,7 +147,7 @@ def test_what_is_not_there_is_told(tmp_path, monkeypatch):
         create_hf_classifier(tmp_path / "none", 3)
     with pytest.raises(FileNotFoundError, match="has no config.json"):
         create_hf_classifier(tmp_path, 3)
-    monkeypatch.setattr("mmpreproj.backbones.hub.reachable", lambda endpoint: False)
+    monkeypatch.setattr("mmpreproj.hub_cache.reachable", lambda endpoint: False)
     with pytest.raises(ConnectionError, match="someone/no-such-model is no local folder"):
         create_hf_classifier("someone/no-such-model", 3, pretrained=True)
     saved("vit", tmp_path)
@@ -164,7 +164,7 @@ def test_what_is_in_the_hubs_cache_needs_no_network(tmp_path, monkeypatch):
         return str(tmp_path / file) if (tmp_path / file).exists() else None
 
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
-    monkeypatch.setattr("mmpreproj.backbones.hub.reachable", lambda endpoint: pytest.fail("asked"))
+    monkeypatch.setattr("mmpreproj.hub_cache.reachable", lambda endpoint: pytest.fail("asked"))
     model = building.build_model("hf:someone/tiny", CLASSES, pretrained=True).eval()
     x = inputs(model)
     assert torch.equal(logits(model, x), transformers_logits(theirs, x))

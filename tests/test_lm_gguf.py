@@ -19,11 +19,12 @@ import torch  # noqa: E402
 from transformers_models import VOCABULARY, tiny  # noqa: E402
 
 from mmpreproj import attach  # noqa: E402
-from mmpreproj.backbones import text, text_sources  # noqa: E402
-from mmpreproj.backbones.text import (  # noqa: E402
+from mmpreproj.backbones.lm import (  # noqa: E402  # noqa: E402
+    lm_loading,
+    lm_sources,
     load_language_model,
 )
-from mmpreproj.backbones.text_sources import find_source  # noqa: E402
+from mmpreproj.backbones.lm.lm_sources import find_source  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +126,7 @@ def test_a_gguf_file_becomes_an_ordinary_model(gguf_file, tmp_path):
 def test_a_gguf_file_is_unpacked_once(gguf_file, tmp_path, monkeypatch):
     path, reference = gguf_file
     load_language_model(path)
-    monkeypatch.setattr(text, "_read_gguf", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(lm_loading, "_read_gguf", lambda *_: pytest.fail("read again"))
     model = load_language_model(path, dtype="bfloat16").model
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert torch.equal(model.lm_head.weight, reference.lm_head.weight.bfloat16())
@@ -169,7 +170,7 @@ def test_a_full_disk_leaves_the_model_without_a_cache(gguf_file, tmp_path, caplo
 
 KILLED = """
 import sys, time
-from mmpreproj.backbones.text_sources import unpacked
+from mmpreproj.backbones.lm.lm_sources import unpacked
 def write(folder):
     (folder / "half").write_bytes(b"0")
     print("written", flush=True)
@@ -189,7 +190,7 @@ def test_the_rest_of_a_killed_process_is_cleared_and_a_folder_is_open_to_others(
     assert len(list(cache.iterdir())) == 1
     mask = os.umask(0o022)
     try:
-        folder = text_sources.unpacked(path, "model", lambda f: (f / "whole").write_text(""))
+        folder = lm_sources.unpacked(path, "model", lambda f: (f / "whole").write_text(""))
     finally:
         os.umask(mask)
     assert list(cache.iterdir()) == [folder] and [f.name for f in folder.iterdir()] == ["whole"]
@@ -198,7 +199,7 @@ def test_the_rest_of_a_killed_process_is_cleared_and_a_folder_is_open_to_others(
 
 def test_the_model_that_is_unpacked_is_gone_before_the_cached_one_loads(gguf_file, monkeypatch):
     made, alive = [], []
-    read, load = text._read_gguf, transformers.AutoModelForCausalLM.from_pretrained
+    read, load = lm_loading._read_gguf, transformers.AutoModelForCausalLM.from_pretrained
 
     def watched(auto, *args):
         found = read(auto, *args)
@@ -211,7 +212,7 @@ def test_the_model_that_is_unpacked_is_gone_before_the_cached_one_loads(gguf_fil
             alive.extend(weight() is not None for weight in made)
         return load(place, **keywords)
 
-    monkeypatch.setattr(text, "_read_gguf", watched)
+    monkeypatch.setattr(lm_loading, "_read_gguf", watched)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", loading)
     load_language_model(gguf_file[0], dtype="bfloat16")
     assert alive == [False]
@@ -248,8 +249,8 @@ def test_two_processes_that_unpack_at_once_do_not_clash(gguf_file):
 
     def late(folder):
         (folder / "mine").write_text("")
-        text_sources.unpacked(path, "model", lambda first: (first / "theirs").write_text(""))
+        lm_sources.unpacked(path, "model", lambda first: (first / "theirs").write_text(""))
 
-    folder = text_sources.unpacked(path, "model", late)
+    folder = lm_sources.unpacked(path, "model", late)
     assert [file.name for file in folder.iterdir()] == ["theirs"]
     assert [entry.name for entry in folder.parent.iterdir()] == [folder.name]

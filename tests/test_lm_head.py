@@ -1,4 +1,4 @@
-"""The trunk and the head of every decoder, against the model's own logits."""
+"""The hidden states and the head of every decoder, against the model's own logits."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from torch import nn  # noqa: E402
 from transformers_models import DECODERS, TOKENS, VOCABULARY, inputs, tiny  # noqa: E402
 
 from mmpreproj import attach  # noqa: E402
-from mmpreproj.backbones.lm_head import LMHead, lm_head_of, trunk  # noqa: E402
+from mmpreproj.backbones.lm.lm_head import LMHead, hidden_states, lm_head_of  # noqa: E402
 
 # By the papers and configurations: logits / 8, logits / 16, 30 · tanh(logits / 30)
 SCALED = {"granite": {"logits_scaling": 8.0}, "cohere": {"logit_scale": 0.0625}, "gemma2": {}}
@@ -21,7 +21,7 @@ NO_POSITIONS = {"bloom", "mpt"}  # ALiBi
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", DECODERS)
-def test_head_of_trunk_gives_the_models_own_logits(name):
+def test_head_of_hidden_states_gives_the_models_own_logits(name):
     model = tiny(name, torch.float64, **SCALED.get(name, {}))
     x = inputs(model)
     head = lm_head_of(model)
@@ -29,8 +29,9 @@ def test_head_of_trunk_gives_the_models_own_logits(name):
         changed()
         expected = model(**x).logits
         # the same operations in the same order: a rounding of 1e-16 each
-        assert torch.allclose(head.logits(trunk(model, **x)), expected, rtol=1e-12, atol=1e-12)
-        last = lm_head_of(model).logits(trunk(model, **x)[:, -1])
+        found = head.logits(hidden_states(model, **x))
+        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+        last = lm_head_of(model).logits(hidden_states(model, **x)[:, -1])
         assert torch.allclose(last, expected[:, -1], rtol=1e-12, atol=1e-12)
     assert (head.bias is not None) == (name in WITH_BIAS)
 
@@ -67,19 +68,19 @@ def test_left_padding_changes_no_real_token(name):
     ids = inputs(model, batch=1, tokens=3)["input_ids"]
     padded = torch.cat([torch.full((1, 6), 5), ids], dim=1)
     mask = torch.tensor([[0] * 6 + [1] * 3])
-    alone = trunk(model, ids)
-    assert torch.allclose(trunk(model, padded, mask)[:, 6:], alone, atol=1e-5)
+    alone = hidden_states(model, ids)
+    assert torch.allclose(hidden_states(model, padded, mask)[:, 6:], alone, atol=1e-5)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", DECODERS)
-def test_the_trunk_continues_from_its_cache(name):
+def test_hidden_states_continue_from_the_cache(name):
     model = perturb(attach(tiny(name, torch.float64)))
     ids = inputs(model)["input_ids"]
     mask = torch.ones_like(ids)
-    whole = trunk(model, ids)
-    first, cache = trunk(model, ids[:, :3], mask[:, :3], use_cache=True)
-    second, cache = trunk(model, ids[:, 3:], mask, past_key_values=cache, use_cache=True)
+    whole = hidden_states(model, ids)
+    first, cache = hidden_states(model, ids[:, :3], mask[:, :3], use_cache=True)
+    second, cache = hidden_states(model, ids[:, 3:], mask, past_key_values=cache, use_cache=True)
     assert cache.get_seq_length() == TOKENS
     assert torch.allclose(torch.cat([first, second], dim=1), whole, atol=1e-10)
 
@@ -88,7 +89,7 @@ def test_the_trunk_continues_from_its_cache(name):
 def test_positions_for_a_model_that_takes_none_are_an_error(name):
     model = tiny(name)
     with pytest.raises(ValueError, match=r"takes no position_ids: it reads attention_mask"):
-        trunk(model, **inputs(model), position_ids=torch.arange(TOKENS)[None])
+        hidden_states(model, **inputs(model), position_ids=torch.arange(TOKENS)[None])
 
 
 class Capped(transformers.LlamaForCausalLM):
@@ -101,7 +102,7 @@ class Capped(transformers.LlamaForCausalLM):
 
 
 class Reweighted(transformers.LlamaForCausalLM):
-    """Reads something else than what its trunk returns."""
+    """Reads something else than what its base model returns."""
 
     def forward(self, *args, **kwargs):
         handle = self.lm_head.register_forward_pre_hook(lambda module, args: (2 * args[0],))
@@ -112,7 +113,7 @@ class Reweighted(transformers.LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("cls, what", [(Capped, "logits"), (Reweighted, "hidden states|logits")])
-def test_unknown_arithmetic_behind_the_trunk_is_refused_by_name(cls, what):
+def test_unknown_arithmetic_behind_the_hidden_states_is_refused_by_name(cls, what):
     # as it is initialised its logits are near 0.1, where a soft cap of 20 cannot be seen
     model = cls(transformers.LlamaConfig(**DECODERS["llama"].config[1])).eval()
     assert model(**inputs(model)).logits.abs().max() < 1
@@ -166,7 +167,7 @@ def test_heads_that_are_not_a_plain_matrix_are_refused():
 
 
 @torch.no_grad()
-def test_under_peft_the_adapters_act_in_the_trunk():
+def test_under_peft_the_adapters_act_in_the_hidden_states():
     peft = pytest.importorskip("peft")
     model = tiny("gpt_neox")
     x = inputs(model)
@@ -178,9 +179,9 @@ def test_under_peft_the_adapters_act_in_the_trunk():
     head = lm_head_of(model)
     expected = model(**x).logits
     assert not torch.allclose(expected, base, atol=0.1)
-    assert torch.allclose(head.logits(trunk(model, **x)), expected, atol=1e-5)
+    assert torch.allclose(head.logits(hidden_states(model, **x)), expected, atol=1e-5)
     with model.disable_adapter():
-        assert torch.allclose(head.logits(trunk(model, **x)), base, atol=1e-5)
+        assert torch.allclose(head.logits(hidden_states(model, **x)), base, atol=1e-5)
 
 
 @torch.no_grad()
@@ -194,9 +195,9 @@ def test_a_head_that_trains_beside_an_adapter_is_the_one_in_use():
     head = lm_head_of(model)
     head.weight.mul_(3)
     assert torch.allclose(model(**x).logits, 3 * base, atol=1e-4)
-    assert torch.allclose(head.logits(trunk(model, **x)), 3 * base, atol=1e-4)
+    assert torch.allclose(head.logits(hidden_states(model, **x)), 3 * base, atol=1e-4)
     with model.disable_adapter():
-        assert torch.allclose(head.logits(trunk(model, **x)), base, atol=1e-5)
+        assert torch.allclose(head.logits(hidden_states(model, **x)), base, atol=1e-5)
 
 
 def test_adapters_that_do_not_fit_are_refused():

@@ -17,14 +17,19 @@ from helpers import perturb  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers_models import VOCABULARY, inputs, tiny  # noqa: E402
 
-from mmpreproj import PreProjConfig, attach, preproj_modules, save  # noqa: E402
-from mmpreproj.backbones import hub, text_sources  # noqa: E402
-from mmpreproj.backbones.text import (  # noqa: E402
+from mmpreproj import (  # noqa: E402
+    PreProjConfig,
+    attach,
+    hub_cache,  # noqa: E402
+    preproj_modules,
+    save,
+)
+from mmpreproj.backbones.lm import (  # noqa: E402
     load_language_model,
     load_tokenizer,
     new_language_model,
 )
-from mmpreproj.backbones.text_sources import find_source  # noqa: E402
+from mmpreproj.backbones.lm.lm_sources import find_source  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -263,10 +268,10 @@ def test_offline_mode_is_named(monkeypatch):
 def test_files_that_are_not_in_the_cache_need_a_hub(no_hub, monkeypatch):
     source = find_source("nobody/nothing")
     with pytest.raises(ConnectionError):
-        text_sources.require_hub_for(source)
-    assert text_sources.snapshot(source, ("config.json",)) is None
-    monkeypatch.setattr(hub, "reachable", lambda endpoint: True)
-    text_sources.require_hub_for(source)
+        hub_cache.require_model(source.name)
+    assert hub_cache.cached_snapshot(source.place, ("config.json",)) is None
+    monkeypatch.setattr(hub_cache, "reachable", lambda endpoint: True)
+    hub_cache.require_model(source.name)
 
 
 def test_an_address_that_listens_is_reachable():
@@ -274,13 +279,13 @@ def test_an_address_that_listens_is_reachable():
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert hub.reachable(address)
-    assert not hub.reachable(address, seconds=1)
+        assert hub_cache.reachable(address)
+    assert not hub_cache.reachable(address, seconds=1)
 
 
 CACHED = """
 import pathlib, sys, time
-from mmpreproj.backbones.text import load_language_model
+from mmpreproj.backbones.lm import load_language_model
 start = time.monotonic()
 loaded = load_language_model("someone/tiny")
 print(time.monotonic() - start)

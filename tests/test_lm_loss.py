@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 from transformers_models import VOCABULARY, inputs, tiny  # noqa: E402
 
 from mmpreproj import attach, freeze_base  # noqa: E402
-from mmpreproj.backbones.lm_head import LMHead, lm_head_of  # noqa: E402
+from mmpreproj.backbones.lm.lm_head import LMHead, lm_head_of  # noqa: E402
 from mmpreproj.training import lm_loss as module  # noqa: E402
 from mmpreproj.training.lm_loss import head_loss, lm_loss  # noqa: E402
 

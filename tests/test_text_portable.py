@@ -9,8 +9,11 @@ transformers = pytest.importorskip("transformers")
 from evaluation_models import byte_tokenizer  # noqa: E402
 from text_data import character_tokenizer  # noqa: E402
 
-from mmpreproj.backbones.tokenizers import tokenizer_hash  # noqa: E402
-from mmpreproj.data.text.portable import from_text, to_text  # noqa: E402
+from mmpreproj.backbones.lm.lm_tokenizer import (  # noqa: E402
+    from_text,
+    to_text,
+    tokenizer_hash,  # noqa: E402
+)
 
 
 def test_a_tokenizer_comes_back_with_all_of_its_special_tokens():

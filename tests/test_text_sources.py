@@ -365,7 +365,7 @@ def test_a_data_set_of_the_hub_is_asked_for_by_name_config_and_split(monkeypatch
 def test_a_data_set_that_needs_code_is_refused_with_the_way_out(monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("mmpreproj.data.text.hub.reachable", lambda endpoint: True)
+    monkeypatch.setattr("mmpreproj.hub_cache.reachable", lambda endpoint: True)
 
     def load(*arguments, **keywords):
         raise RuntimeError("Dataset scripts are no longer supported, but found b.py")

@@ -16,7 +16,7 @@ import pytest
 from text_data import BOS, EOS, character_tokenizer, ids_of, write_lines
 from transformers import PreTrainedTokenizerFast
 
-from mmpreproj.backbones.tokenizers import check_tokenizer, tokenizer_hash
+from mmpreproj.backbones.lm.lm_tokenizer import check_tokenizer, tokenizer_hash
 from mmpreproj.data.text import TextDataModule, pieces
 from mmpreproj.data.text.cache import TokenFile, tokens_of
 from mmpreproj.data.text.pieces import Piece, split_text

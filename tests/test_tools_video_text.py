@@ -15,7 +15,7 @@ from test_training_language import llama
 from text_data import character_tokenizer
 
 import mmpreproj
-from mmpreproj.backbones.text import load_language_model
+from mmpreproj.backbones.lm import load_language_model
 from mmpreproj.evaluation import Scorer, continue_text, lambada, read_lambada
 from mmpreproj.training import load_run
 from mmpreproj.training.cli import main

@@ -11,7 +11,7 @@ from text_data import CHARACTERS, character_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import mmpreproj
-from mmpreproj.backbones.text import load_language_model
+from mmpreproj.backbones.lm import load_language_model
 from mmpreproj.data.text import TextDataModule
 from mmpreproj.training import LanguageModel, load_run
 

@@ -20,7 +20,7 @@ from timm.models import get_model_input_config, load_state_dict
 from torch import Tensor, nn
 
 from mmpreproj.attach import attach, freeze_base, preproj_modules
-from mmpreproj.backbones.hub import require_hub
+from mmpreproj.hub_cache import require_hub
 from mmpreproj.messages import nearest
 from mmpreproj.preproj import PreProjConfig
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _LENGTHS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
 # Without a limit of its own (ALiBi, or none set): what the harness takes, too.
 DEFAULT_LENGTH = 2048
-# What one more run of the trunk costs beyond its tokens, in tokens: reading all weights once more.
+# What one more run of the model costs beyond its tokens, in tokens: reading all weights once more.
 RUN_TOKENS = 24
 # Tokenizers write "no limit" as a number of this size or more.
 _NO_LIMIT = 10**9

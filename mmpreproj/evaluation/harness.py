@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 import mmpreproj
-from mmpreproj.backbones.text import load_with_adapter
+from mmpreproj.backbones.lm import load_with_adapter
 from mmpreproj.evaluation.scoring import Scorer
 from mmpreproj.messages import need
 

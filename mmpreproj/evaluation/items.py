@@ -194,7 +194,7 @@ def _rows(source: str) -> Iterator[tuple[str, Row]]:
             raise ValueError(
                 f"{source!r}: say which part, as {HUB}NAME:CONFIG:SPLIT, such as {HUB}NAME::test"
             )
-        from mmpreproj.data.text.hub import hub_dataset
+        from mmpreproj.hub_cache import hub_dataset
 
         table = hub_dataset(source)
     elif not path.exists():

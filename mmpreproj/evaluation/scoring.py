@@ -1,6 +1,6 @@
 """Log-likelihoods of continuations and texts under a language model.
 
-The trunk runs over whole batches, the output head on the scored positions alone: of a LAMBADA item
+The model runs over whole batches, the output head on the scored positions alone: of a LAMBADA item
 that is one or two of a hundred. Log-softmax is taken in float32 at least, whatever the model's
 dtype. Items are sorted by length and padded at the right, where a causal model cannot look, so that
 a score depends on neither the batch size nor the other items.
@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from mmpreproj.backbones.lm_head import lm_head_of, trunk
+from mmpreproj.backbones.lm.lm_head import hidden_states, lm_head_of
+from mmpreproj.backbones.lm.lm_tokenizer import tokenizer_hash
 from mmpreproj.backbones.modes import evaluating
-from mmpreproj.backbones.tokenizers import tokenizer_hash
 from mmpreproj.evaluation.encoding import (
     Encoder,
     Request,
@@ -235,7 +235,9 @@ class Scorer:
             for name in vars(module):
                 if name.endswith("max_seq_len_cached"):
                     setattr(module, name, 0)
-        hidden = trunk(self.model, self._padded([request.ids[:-1] for (request,) in groups]))
+        hidden = hidden_states(
+            self.model, self._padded([request.ids[:-1] for (request,) in groups])
+        )
         rows = []
         for row, (request,) in enumerate(groups):
             end = row * hidden.shape[1] + len(request.ids) - 1
@@ -248,7 +250,9 @@ class Scorer:
         contexts = [group[0].ids[: -group[0].n_scored] for group in groups]
         mask = self._padded([[1] * len(context) for context in contexts], "left")
         mask = None if mask.all() else mask
-        hidden, cache = trunk(self.model, self._padded(contexts, "left"), mask, use_cache=True)
+        hidden, cache = hidden_states(
+            self.model, self._padded(contexts, "left"), mask, use_cache=True
+        )
         # A context's last hidden state predicts the first token of all of its continuations
         states, n_states = [hidden[:, -1]], len(contexts)
         group_of = [number for number, group in enumerate(groups) for _ in group]
@@ -269,7 +273,9 @@ class Scorer:
             grown.reorder_cache(of)
             # Padding at the right counts as read; nothing scored sees it
             seen = None if mask is None else torch.cat([mask[of], torch.ones_like(tokens)], dim=1)
-            behind, _ = trunk(self.model, tokens, seen, past_key_values=grown, use_cache=True)
+            behind, _ = hidden_states(
+                self.model, tokens, seen, past_key_values=grown, use_cache=True
+            )
             states.append(behind.flatten(0, 1))
             for index in members:
                 rows[index].extend(range(n_states, n_states + len(tails[index])))

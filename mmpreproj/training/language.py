@@ -15,12 +15,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 import mmpreproj
-from mmpreproj.backbones.lm_head import lm_head_of
+from mmpreproj.backbones.lm import load_language_model, new_language_model
+from mmpreproj.backbones.lm.lm_head import lm_head_of
+from mmpreproj.backbones.lm.lm_tokenizer import (
+    check_hash,
+    check_tokenizer,
+    from_text,
+    to_text,
+    tokenizer_hash,
+)
 from mmpreproj.backbones.modes import set_checkpointing, train_blocks
-from mmpreproj.backbones.text import load_language_model, new_language_model
-from mmpreproj.backbones.tokenizers import check_hash, check_tokenizer, tokenizer_hash
 from mmpreproj.data.loaders import Answers
-from mmpreproj.data.text.portable import from_text, to_text
 from mmpreproj.evaluation.encoding import continue_text
 from mmpreproj.evaluation.tasks import EvaluationConfig, read_suite, run_suite
 from mmpreproj.preproj import PreProjConfig

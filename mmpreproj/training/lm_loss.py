@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmpreproj.backbones.lm_head import LMHead, lm_head_of, trunk
+from mmpreproj.backbones.lm.lm_head import LMHead, hidden_states, lm_head_of
 
 IGNORED = -100
 
@@ -54,7 +54,7 @@ def lm_loss(
             f"{list(input_ids.shape)}: one, already shifted, for each input"
         )
     head = head or lm_head_of(model)
-    return head_loss(head, trunk(model, input_ids, attention_mask), targets)
+    return head_loss(head, hidden_states(model, input_ids, attention_mask), targets)
 
 
 def head_loss(head: LMHead, hidden: Tensor, targets: Tensor) -> tuple[Tensor, int]:

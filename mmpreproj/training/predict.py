@@ -140,7 +140,7 @@ def _is_run(path: str) -> bool:
 
 
 def _continue_with_model(known: argparse.Namespace) -> int:
-    from mmpreproj.backbones.text import load_with_adapter
+    from mmpreproj.backbones.lm import load_with_adapter
 
     loaded = load_with_adapter(known.run, known.adapter)
     return _continue(loaded.model, loaded.tokenizer, known)

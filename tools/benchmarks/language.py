@@ -65,8 +65,8 @@ class Step:
     """Forward, backward and update of one arm, as training does them."""
 
     def __init__(self, arm: str, options: argparse.Namespace):
-        from mmpreproj.backbones.lm_head import lm_head_of
-        from mmpreproj.backbones.text import load_language_model
+        from mmpreproj.backbones.lm import load_language_model
+        from mmpreproj.backbones.lm.lm_head import lm_head_of
         from mmpreproj.training.lm_loss import lm_loss
         from mmpreproj.training.lora import LoraConfig, attach_lora
 
@@ -130,7 +130,7 @@ def loss(options: argparse.Namespace) -> Iterator[dict]:
 
     Forward and backward from hidden states, behind a head that is frozen, as in a probe.
     """
-    from mmpreproj.backbones.lm_head import LMHead
+    from mmpreproj.backbones.lm.lm_head import LMHead
     from mmpreproj.training.lm_loss import head_loss
 
     torch.manual_seed(0)
@@ -183,7 +183,7 @@ def scoring(options: argparse.Namespace) -> Iterator[dict]:
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from mmpreproj.backbones.text import load_language_model
+    from mmpreproj.backbones.lm import load_language_model
     from mmpreproj.evaluation import Scorer, read_choices, read_lambada
 
     if options.threads:

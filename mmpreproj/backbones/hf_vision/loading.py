@@ -18,7 +18,7 @@ from mmpreproj.backbones.hf_vision.families import (
     input_of,
     vision_config,
 )
-from mmpreproj.backbones.text_sources import MODEL_FILES, Source, require_hub_for, snapshot
+from mmpreproj.hub_cache import MODEL_FILES, Source, cached_snapshot, require_model
 from mmpreproj.messages import listed, nearest, need
 
 _logger = logging.getLogger(__name__)
@@ -60,11 +60,10 @@ def find_vision_source(name: str, weights: bool) -> Source:
             f"hf:{name}: there is no such folder. A Hugging Face model is a hub name "
             "(hf:MCG-NJU/videomae-base), or a folder with config.json and model.safetensors"
         )
-    hub = Source(name, "hub", name)
     # Named by its folder: by a hub name, transformers asks the hub whatever is in the cache.
-    cached = snapshot(hub, *(MODEL_FILES if weights else MODEL_FILES[:1]))
+    cached = cached_snapshot(name, *(MODEL_FILES if weights else MODEL_FILES[:1]))
     if cached is None:
-        require_hub_for(hub)
+        require_model(name)
     return Source(name, "hub", str(cached or name))
 
 
@@ -165,7 +164,7 @@ def load_model(source: Source, config: Any) -> nn.Module:
             if source.kind != "hub" or source.place == source.name:
                 raise
             # some of its files are in the cache, not all
-            require_hub_for(Source(source.name, "hub", source.name))
+            require_model(source.name)
             model, told = load(source.name)
     except ConnectionError:
         raise

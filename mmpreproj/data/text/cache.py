@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mmpreproj.backbones.tokenizers import number_of_ids
+from mmpreproj.backbones.lm.lm_tokenizer import number_of_ids
 from mmpreproj.data.text.pieces import Piece
 from mmpreproj.data.text.tokenizers import dtype_for, encode
 from mmpreproj.files import remove_folder, whole_folder

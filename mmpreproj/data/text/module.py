@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from mmpreproj.backbones.tokenizers import number_of_ids, tokenizer_hash, tokenizer_name
+from mmpreproj.backbones.lm.lm_tokenizer import number_of_ids, tokenizer_hash, tokenizer_name
 from mmpreproj.data.loaders import LabelledDataModule
 from mmpreproj.data.text.blocks import TokenBlocks
 from mmpreproj.data.text.cache import TokenFile, tokens_of
-from mmpreproj.data.text.hub import default_cache
 from mmpreproj.data.text.parts import PARTS, TextParts, digest
 from mmpreproj.data.text.tokenizers import (
     BPE_PREFIX,
@@ -20,6 +19,7 @@ from mmpreproj.data.text.tokenizers import (
     bpe_size,
     trained_bpe,
 )
+from mmpreproj.files import cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,7 +113,7 @@ class TextDataModule(LabelledDataModule):
         self.text_key = text_key
         self.add_bos = add_bos
         self.add_eos = add_eos
-        self.cache_dir = Path(cache_dir or default_cache()).expanduser()
+        self.cache_dir = Path(cache_dir or cache_folder("tokens")).expanduser()
         self.max_train_tokens = max_train_tokens
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._tokenizer_name: str | None = None
@@ -141,7 +141,7 @@ class TextDataModule(LabelledDataModule):
                 key = digest([VERSION, self.parts.identity("train")])
                 self._tokenizer = trained_bpe(bpe_size(source), texts, self.cache_dir, key)
             else:
-                from mmpreproj.backbones.text import load_tokenizer
+                from mmpreproj.backbones.lm import load_tokenizer
 
                 self._tokenizer = load_tokenizer(source)
             self._tokenizer_name = source

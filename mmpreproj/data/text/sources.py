@@ -244,7 +244,7 @@ def open_sources(names: str | Sequence[str] | None, text_key: str) -> list[Sourc
     paths: list[str] = []
     for name in [names] if isinstance(names, str) else list(names):
         if name.startswith("hf:"):
-            from mmpreproj.data.text.hub import hub_dataset
+            from mmpreproj.hub_cache import hub_dataset
 
             sources.append(HFDataset(hub_dataset(name), name, text_key, salt=name))
             continue

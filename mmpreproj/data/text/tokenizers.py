@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmpreproj.backbones.tokenizers import tokenizer_name
+from mmpreproj.backbones.lm.lm_tokenizer import tokenizer_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

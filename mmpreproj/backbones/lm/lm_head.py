@@ -1,4 +1,4 @@
-"""A language model in two parts: the trunk, up to the last hidden states, and the head behind it.
+"""A language model in two parts: the base model, up to the last hidden states, and the head behind.
 
 Logits are wide (a vocabulary has 50,000 rows and more), so whoever scores or trains wants the head
 apart: on some of the rows only, or a piece at a time. What a head does beyond its matrix (bias,
@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import weakref
-from collections.abc import Iterator
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,10 @@ from torch.nn import functional as F
 from mmpreproj.attach import refuse_compiled
 from mmpreproj.backbones.modes import evaluating
 
-# What transformers' models do to the logits behind the matrix, by the name in their configuration.
-_DIVISORS = ("logits_scaling",)  # Granite
-_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")  # Cohere; Falcon-H1
-_SOFT_CAPS = ("final_logit_softcapping",)  # Gemma 2 and later
+# What transformers' models do to the logits behind the matrix, by the name in their configuration:
+# multiply them by this power of it (Cohere; Falcon-H1; Granite divides), or cap them (Gemma 2 on).
+_SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
+_SOFT_CAP = "final_logit_softcapping"
 
 # The check amplifies the head's input until its logits reach this, so that a soft cap (30 in
 # Gemma 2) shows whatever the weights are.
@@ -70,8 +70,8 @@ class LMHead:
 def lm_head_of(model: nn.Module) -> LMHead:
     """The output head of a decoder-only language model; of a PeftModel, that of its base.
 
-    The first call for a model compares head(trunk(ids)) with the model's own logits on a few random
-    ids: an architecture whose final arithmetic is not known here does not pass.
+    The first call for a model compares the head of its hidden states with its own logits on a few
+    random ids: an architecture whose final arithmetic is not known here does not pass.
 
     Raises:
         ValueError: naming the architecture and what was found, if it has no output layer, one that
@@ -87,12 +87,10 @@ def lm_head_of(model: nn.Module) -> LMHead:
             f"{name} is not a decoder-only language model with an output layer (an …ForCausalLM of "
             "transformers, or a PeftModel of one)"
         )
-    multiplier, soft_cap = 1.0, None
-    for attributes, power in ((_MULTIPLIERS, 1), (_DIVISORS, -1)):
-        for value in _constants(inner.config, attributes):
-            multiplier *= value**power
-    for value in _constants(inner.config, _SOFT_CAPS):
-        soft_cap = value
+    given = {key: getattr(inner.config, key, None) for key in (*_SCALES, _SOFT_CAP)}
+    given = {key: float(value) for key, value in given.items() if value is not None}
+    soft_cap = given.pop(_SOFT_CAP, None)
+    multiplier = math.prod((value ** _SCALES[key] for key, value in given.items()), start=1.0)
     head = LMHead(projection, multiplier, soft_cap)
     _check_weight(head, name)
     if model not in _checked:
@@ -101,30 +99,7 @@ def lm_head_of(model: nn.Module) -> LMHead:
     return head
 
 
-@overload
-def trunk(
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    past_key_values: Any = None,
-    use_cache: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def trunk(
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    past_key_values: Any = None,
-    *,
-    use_cache: Literal[True],
-) -> tuple[Tensor, Any]: ...
-
-
-def trunk(
+def hidden_states(
     model: nn.Module,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
@@ -153,7 +128,8 @@ def trunk(
     takes_positions = "position_ids" in parameters
     if position_ids is not None and not takes_positions:
         raise ValueError(f"{type(inner).__name__} takes no position_ids: it reads attention_mask")
-    if position_ids is None and takes_positions and _is_padding_mask(attention_mask):
+    masked = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+    if position_ids is None and takes_positions and masked:
         position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         position_ids = position_ids[:, -input_ids.shape[1] :]
     keywords = {} if position_ids is None else {"position_ids": position_ids}
@@ -175,10 +151,6 @@ def trunk(
 @functools.cache
 def _parameters(cls: type) -> frozenset[str]:
     return frozenset(inspect.signature(cls.forward).parameters)
-
-
-def _is_padding_mask(mask: Any) -> bool:
-    return isinstance(mask, Tensor) and mask.dim() == 2
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -203,13 +175,6 @@ def _linear(projection: nn.Module) -> nn.Module:
         return projection.original_module
     name = projection.active_adapters[0]
     return saved[name] if name in saved else projection.original_module
-
-
-def _constants(config: Any, attributes: tuple[str, ...]) -> Iterator[float]:
-    for attribute in attributes:
-        value = getattr(config, attribute, None)
-        if value is not None:
-            yield float(value)
 
 
 def _check_weight(head: LMHead, name: str) -> None:
@@ -247,7 +212,7 @@ def _check_arithmetic(model: nn.Module, head: LMHead, name: str) -> None:
         return (seen[1],)
 
     with evaluating(model), torch.autocast(weight.device.type, enabled=False):
-        hidden = trunk(model, ids)
+        hidden = hidden_states(model, ids)
         handle = head.projection.register_forward_pre_hook(amplify)
         try:
             expected = model(input_ids=ids, use_cache=False).logits
@@ -267,7 +232,7 @@ def _check_arithmetic(model: nn.Module, head: LMHead, name: str) -> None:
                 f"{name} (model_type {_inner(model).config.model_type!r}) makes its logits in a "
                 f"way that is not known here: its {what} differ from what a matrix, a bias, a "
                 f"scale ({head.multiplier:g}) and a soft cap ({head.soft_cap}) give behind its "
-                f"trunk {type(_inner(model).base_model).__name__}"
+                f"{type(_inner(model).base_model).__name__}"
             )
 
 
@@ -276,4 +241,4 @@ def _close(found: Tensor, expected: Tensor, eps: float) -> bool:
     if found.shape != expected.shape:
         return False
     found, expected = found.double(), expected.double()
-    return bool(((found - expected).abs() <= 8 * eps * expected.abs().max()).all())
+    return torch.allclose(found, expected, rtol=0.0, atol=8 * eps * expected.abs().max().item())

@@ -1,4 +1,4 @@
-"""What a tokenizer is told apart by, and whether its ids fit a model."""
+"""What a tokenizer is told apart by, whether its ids fit a model, and how a checkpoint keeps it."""
 
 from __future__ import annotations
 
@@ -59,3 +59,32 @@ def check_hash(tokenizer: PreTrainedTokenizerBase, then: str | None) -> None:
             "now. Put back the model's folder, or the text that a bpe: tokenizer is made of, or "
             "start a new run"
         )
+
+
+def to_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A fast tokenizer as JSON, for a checkpoint that has to bring its own.
+
+    Raises: ValueError for a slow one, which is code of its own.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"a {type(tokenizer).__name__} cannot be kept in a checkpoint: use a fast tokenizer"
+        )
+    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
+    more = [token for token in tokenizer.all_special_tokens if token not in special.values()]
+    return json.dumps(
+        {"tokenizer": tokenizer.backend_tokenizer.to_str(), "special": special, "more": more}
+    )
+
+
+def from_text(text: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that `to_text` was given."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    held = json.loads(text)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(held["tokenizer"]),
+        extra_special_tokens=held.get("more", []),
+        **held["special"],
+    )
