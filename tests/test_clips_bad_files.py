@@ -59,7 +59,7 @@ def test_evaluation_counts_unreadable_videos_in_their_place(damaged, workers):
     # jump: 0, 2, empty, text; shake hands: 1, sound
     assert targets[:, 0].tolist() == [0, 0, -2, -2, 1, -3]
     assert [bool(clip.any()) for clip in clips] == [True, True, False, False, True, False]
-    finished = data.finish_clips(clips, targets)
+    finished = data.finish(clips, targets)
     assert not finished[2].any() and finished[0].any()
     assert data.describe()["n_unreadable"]["test"] == 3
 

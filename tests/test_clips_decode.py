@@ -18,9 +18,8 @@ from clip_files import (
     write_sound,
 )
 
-from mmpreproj.data.video import UnreadableVideo, decode, probe, read_frames
-from mmpreproj.data.video import container as container_module
-from mmpreproj.data.video.container import VideoFile
+from mmpreproj.data.video import UnreadableVideo, decode, decord_reader, probe, read_frames
+from mmpreproj.data.video.decode import VideoFile
 
 X264 = "b-adapt=0:scenecut=0"
 HEVC = "log-level=none:keyint=10:bframes=4"
@@ -143,7 +142,7 @@ def test_number_of_frames_is_what_the_sampler_is_given(clips):
 
 def test_times_that_disagree_with_the_order_of_frames_are_not_believed(clips, monkeypatch):
     # as if FFmpeg's guesses for AVI were stored times
-    monkeypatch.setattr(container_module, "STATES_TIMES", {"avi"})
+    monkeypatch.setattr(decode, "STATES_TIMES", {"avi"})
     path = clips("h264 without times.avi")
     expected = reference_frames(path)
     with VideoFile(str(path), threads=1) as file:
@@ -157,7 +156,7 @@ def test_large_files_are_read_in_two_passes_with_the_same_frames(clips, monkeypa
     numbers = [25, 3, 14]
     for name in ("h264 b-frames.mp4", "mpeg4.avi"):
         expected = read_frames(clips(name), numbers)
-        monkeypatch.setattr(container_module, "MAX_HELD", 1000)
+        monkeypatch.setattr(decode, "MAX_HELD", 1000)
         assert np.array_equal(read_frames(clips(name), numbers), expected)
         monkeypatch.undo()
 
@@ -355,18 +354,18 @@ def test_another_decord_than_decord2_is_warned_about(monkeypatch):
     old.__version__, old.__file__ = "0.6.0", "somewhere"
     old.logging = types.SimpleNamespace(QUIET=-8, set_level=lambda level: None)
     monkeypatch.setitem(sys.modules, "decord", old)
-    decode._import_decord.cache_clear()
+    decord_reader._decord.cache_clear()
     with pytest.warns(UserWarning, match="0.6.0.*decord2"):
-        decode._import_decord()
-    decode._import_decord.cache_clear()
+        decord_reader._decord()
+    decord_reader._decord.cache_clear()
 
 
 @pytest.mark.parametrize("package, decoder", [("av", "auto"), ("decord", "decord")])
 def test_a_missing_package_says_what_to_install(tmp_path, monkeypatch, package, decoder):
     path = write_clip(tmp_path / "a.mp4", 2)
     monkeypatch.setitem(sys.modules, package, None)
-    decode._import_decord.cache_clear()
-    with pytest.raises(ImportError, match=r"pip install 'mmpreproj\[video\]'"):
+    decord_reader._decord.cache_clear()
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[video\]'"):
         read_frames(path, [0], decoder)
 
 

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from mmpreproj.data.video.lists import read_videos
+from mmpreproj.data.video.video_lists import read_videos
 
 KINETICS = "label,youtube_id,time_start,time_end,split\n"
 

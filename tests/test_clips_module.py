@@ -13,9 +13,9 @@ from clip_files import (
     write_clip,
 )
 
-from mmpreproj.data.pixels import normalize
 from mmpreproj.data.video import VideoAugment, VideoDataModule
-from mmpreproj.data.video.transforms import EvalClips
+from mmpreproj.data.video.clips import EvalClips
+from mmpreproj.data.vision import normalize
 
 PLAIN = VideoAugment(no_aug=True)
 SMALL = {"input_size": (3, 4, 64, 64), "mean": (0.5,) * 3, "std": (0.25,) * 3}
@@ -175,7 +175,7 @@ def test_evaluation_counts_each_video_once_on_any_number_of_processes(
 def test_classes_are_those_of_training_in_every_part(tmp_path):
     video_folder(tmp_path, (("train", 6),), classes=("a", "b", "c"), n=2)
     video_folder(tmp_path, (("val", 2),), classes=("a", "c"), n=2)
-    with pytest.warns(UserWarning, match="test part has no videos of 'b'"):
+    with pytest.warns(UserWarning, match="test split has no videos of 'b'"):
         data = module(tmp_path)
     assert [int(t) for _, t in data.test_dataloader().dataset] == [0, 2]
     video_folder(tmp_path, (("val", 1),), classes=("new",), n=2)
@@ -244,7 +244,7 @@ def test_marks_fill_all_label_sets(tmp_path):
         assert data.dataset("test", n_padding=1)[1][1].tolist() == [-1, -1]
 
 
-@pytest.mark.filterwarnings("ignore:the .* part has no videos of")
+@pytest.mark.filterwarnings("ignore:the .* split has no videos of")
 def test_the_test_part_must_be_clear(tree, tmp_path):
     video_folder(tmp_path, (("train", 2), ("val", 1), ("test", 1)), n=2)
     with pytest.raises(ValueError, match="several could be it: .*test.*val.* say it with test"):
@@ -299,7 +299,7 @@ def test_a_file_given_by_path_is_read_as_in_testing(tree):
     frames = transform.frames(path)
     assert frames.shape == (2, 4, 64, 64, 3)
     assert [number_of(frame) for frame in frames[1]] == [13, 15, 17, 19]
-    assert torch.equal(transform(path), normalize(clips[0], data.resolved_data_config, dims=3))
+    assert torch.equal(transform(path), normalize(clips[0], data.resolved_data_config))
     again = EvalClips(data.resolved_data_config, 3)(frames)
     assert torch.equal(again, clips[0])
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmpreproj.data.video import sampling as s
+from mmpreproj.data.video import clips as s
 
 
 def test_dense_clips_step_by_the_stride():

@@ -6,18 +6,12 @@ import torch
 from clip_files import CONFIG
 from PIL import Image
 
-from mmpreproj.data.pixels import normalize
-from mmpreproj.data.video.transforms import (
-    EvalClips,
-    TrainClip,
-    VideoAugment,
-    erase,
-    resolve_video_config,
-)
+from mmpreproj.data.video.clips import EvalClips, TrainClip, VideoAugment
+from mmpreproj.data.vision import erase, normalize, resolve_data_config
 
 
 def resolved(**changes):
-    return resolve_video_config({**CONFIG, **changes})
+    return resolve_data_config({**CONFIG, **changes}, clips=True)
 
 
 def column_ramp(height, width, n=4):
@@ -113,7 +107,7 @@ def test_no_augmentation_is_the_central_clip_of_evaluation():
 
 def test_normalisation_is_by_channel():
     pixels = torch.randint(0, 256, (2, 3, 4, 8, 8), dtype=torch.uint8)
-    values = normalize(pixels, resolved(), dims=3)
+    values = normalize(pixels, resolved())
     for c in range(3):
         expected = (pixels[:, c].double() / 255 - CONFIG["mean"][c]) / CONFIG["std"][c]
         assert torch.allclose(values[:, c].double(), expected, atol=1e-6)
@@ -139,14 +133,14 @@ def test_erasing_takes_one_box_of_a_clip_in_all_its_frames():
 
 
 def test_the_input_is_the_models_unless_said_otherwise():
-    used = resolve_video_config(CONFIG, num_frames=8, size=(24, 40), mean=(0.1,))
+    used = resolve_data_config(CONFIG, True, num_frames=8, img_size=(24, 40), mean=(0.1,))
     assert used["input_size"] == [3, 8, 24, 40]
     assert used["mean"] == pytest.approx([0.1] * 3) and used["std"] == list(CONFIG["std"])
     image = {**CONFIG, "input_size": (3, 32, 32)}
-    assert resolve_video_config(image, num_frames=8)["input_size"] == [3, 8, 32, 32]
+    assert resolve_data_config(image, True, num_frames=8)["input_size"] == [3, 8, 32, 32]
     with pytest.raises(ValueError, match="num_frames"):
-        resolve_video_config(image)
+        resolve_data_config(image, True)
     with pytest.raises(ValueError, match="4 input channels"):
         resolved(input_size=(4, 4, 32, 32))
     with pytest.raises(ValueError, match="mean has 2 values"):
-        resolve_video_config(CONFIG, mean=(0.1, 0.2))
+        resolve_data_config(CONFIG, True, mean=(0.1, 0.2))

@@ -9,7 +9,7 @@ import torch
 from test_data_folders import CONFIG, fill
 
 from mmpreproj.data import ImageDataModule, ImageFolderDataModule
-from mmpreproj.data.image.transforms import resolve_data_config
+from mmpreproj.data.vision import resolve_data_config
 
 
 def test_what_is_not_given_is_the_models():

@@ -163,7 +163,7 @@ def test_awkward_images_give_no_warnings(tmp_path):
         tmp_path / "e.jpg", exif=b"Exif\x00\x00II*\x00\x08\x00\x00\x00\xff"
     )
     code = (
-        "import sys\nfrom mmpreproj.data.image.files import load_image\n"
+        "import sys\nfrom mmpreproj.data.image.image_files import load_image\n"
         "for path in sys.argv[1:]: load_image(path)"
     )
     paths = [str(tmp_path / "p.png"), str(tmp_path / "e.jpg")]

@@ -151,8 +151,8 @@ def test_datasets_pickle_for_spawned_workers(tree):
 def test_random_erasing_is_for_training_batches_only(tree):
     data = module(tree, augment=AugmentConfig(no_aug=True, re_prob=1.0, re_mode="const"))
     images, targets = next(iter(data.train_dataloader()))
-    kept = data.finish_images(images, targets, training=False)
-    erased = data.finish_images(images, targets, training=True)
+    kept = data.finish(images, targets, training=False)
+    erased = data.finish(images, targets, training=True)
     assert not (kept == 0).any()
     assert ((erased == 0).flatten(1).any(1)).all()
 

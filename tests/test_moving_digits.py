@@ -12,8 +12,10 @@ import torch
 
 av = pytest.importorskip("av")
 
+
 from mmpreproj.data import DigitsDataModule  # noqa: E402
-from mmpreproj.data.video import moving_digits  # noqa: E402
+from mmpreproj.data.video import MovingDigitsDataModule, moving_digits  # noqa: E402
+from mmpreproj.data.video.clips import VideoAugment  # noqa: E402
 from mmpreproj.data.video.moving_digits import (  # noqa: E402
     DIRECTIONS,
     MovingDigits,
@@ -24,8 +26,6 @@ from mmpreproj.data.video.moving_digits import (  # noqa: E402
     render,
     write_moving_digits,
 )
-from mmpreproj.data.video.moving_digits_module import MovingDigitsDataModule  # noqa: E402
-from mmpreproj.data.video.transforms import VideoAugment  # noqa: E402
 
 N_FRAMES = 6
 SMALL = MovingDigits(n_frames=N_FRAMES, size=16, digit_size=8, speed=4, clips_per_image=(1, 1, 1))
@@ -129,7 +129,8 @@ def test_no_image_is_in_two_parts_and_the_parts_are_those_of_the_image_data():
     data = DigitsDataModule()
     data.setup()
     for part in images:
-        assert images[part] == set(data._parts[part].tolist())
+        source, chosen, _ = data._parts[part]
+        assert images[part] == set(source.numbers[chosen].tolist())
 
 
 @pytest.mark.parametrize("counts", [(4, 2, 1), (3, 8, 5)])

@@ -11,6 +11,7 @@ from scipy.stats import binomtest
 from training_data import classifier, trainer
 
 from mmpreproj.data import DigitsDataModule
+from mmpreproj.data.image.digits import load_digits
 from mmpreproj.training.evaluate import evaluate_main, split_overrides
 from mmpreproj.training.predict import predict_main
 
@@ -70,9 +71,7 @@ def test_overrides_are_taken_from_the_command_line():
 
 
 def test_predictions_are_those_of_the_model_as_a_table_and_a_picture(run, tmp_path, capsys):
-    data = DigitsDataModule()
-    data.setup()
-    pixels = (data._pixels[0, 0] * 255).byte().numpy()
+    pixels = (load_digits()[0][0, 0] * 255).byte().numpy()
     file = tmp_path / "digit.png"
     Image.fromarray(pixels).save(file)
     out = tmp_path / "out.png"

@@ -1,7 +1,9 @@
-"""Data modules by kind of data. A kind is imported when it is asked for: clips need PyAV and
-decord, text needs transformers, images neither."""
+"""Data modules by kind of data: images, clips, text.
 
-import importlib
+The kind that needs a package of its own, transformers, is imported when it is asked for; PyAV and
+decord are when a file is read.
+"""
+
 from typing import TYPE_CHECKING, Any
 
 from mmpreproj.data.image import (
@@ -16,11 +18,11 @@ from mmpreproj.data.image import (
     load_image,
     to_channels,
 )
-from mmpreproj.data.splits import stratified_holdout
+from mmpreproj.data.sampling import stratified_holdout
+from mmpreproj.data.video import MovingDigitsDataModule, VideoDataModule
 
 if TYPE_CHECKING:
     from mmpreproj.data.text import TextDataModule
-    from mmpreproj.data.video import MovingDigitsDataModule, VideoDataModule
 
 __all__ = [
     "AugmentConfig",
@@ -39,14 +41,10 @@ __all__ = [
     "to_channels",
 ]
 
-_LATER = {
-    "MovingDigitsDataModule": "mmpreproj.data.video",
-    "TextDataModule": "mmpreproj.data.text",
-    "VideoDataModule": "mmpreproj.data.video",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(importlib.import_module(_LATER[name]), name)
+    if name == "TextDataModule":
+        from mmpreproj.data.text import TextDataModule
+
+        return TextDataModule
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

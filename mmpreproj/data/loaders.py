@@ -9,18 +9,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from mmpreproj.data.bad_files import FileDataset
 from mmpreproj.data.sampling import EpochSampler, run_seed
+from mmpreproj.messages import need
 
-try:
-    from lightning import LightningDataModule
-except ImportError as error:
-    raise ImportError(
-        "mmpreproj.data needs Lightning, which is not installed: pip install 'mmpreproj[train]'"
-    ) from error
+lightning = need("lightning", "mmpreproj.data", "train")
 
 
-class LabelledDataModule(LightningDataModule):
+class LabelledDataModule(lightning.LightningDataModule):
     """Base of data modules whose parts "train", "val" and "test" are datasets of known size.
 
     Training asks a data module what it `gives`, and for `has_split`, `describe` and
@@ -117,16 +112,6 @@ class LabelledDataModule(LightningDataModule):
             persistent_workers=self.num_workers > 0,
             **keywords,
         )
-
-    def gather_bad_files(self) -> None:
-        """Make every process know the files that any of them found unreadable; call it on all."""
-        if self.trainer is None or self.trainer.world_size < 2:
-            return
-        strategy = self.trainer.strategy
-        for dataset in self.datasets.values():
-            if isinstance(dataset, FileDataset):
-                flags = dataset.bad.to(strategy.root_device, torch.int32)
-                dataset.bad.copy_(strategy.reduce(flags, reduce_op="max"))
 
     def _world(self) -> tuple[int, int]:
         """Number of processes, and which one this is."""

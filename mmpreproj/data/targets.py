@@ -1,13 +1,13 @@
 """Marks carried by the targets of evaluation batches.
 
-Evaluation must count every image of a split exactly once, whatever the number of processes and
-however many files turn out to be unreadable. A batch is (images, targets) and nothing else, so what
+Evaluation must count every item of a split exactly once, whatever the number of processes and
+however many files turn out to be unreadable. A batch is (pixels, targets) and nothing else, so what
 is special about an item travels in its target:
 
     t >= 0    class t
     t == -1   padding, added so that every process has equally many items; never counted
-    t <= -2   an image of class -2 - t that could not be read; counted, and wrong, but left out of
-    the loss
+    t <= -2   an item of class -2 - t that could not be read; counted, and wrong, but left out of
+              the loss
 """
 
 import torch
@@ -15,10 +15,8 @@ import torch
 PADDING = -1
 
 
-def unreadable(true_class: int) -> int:
-    """The target of an image of class `true_class` that could not be read: -2 - true_class."""
-    if true_class < 0:
-        raise ValueError(f"a class index is 0 or more, got {true_class}")
+def unreadable(true_class: int | torch.Tensor) -> int | torch.Tensor:
+    """The target of an item of class `true_class` that could not be read: -2 - true_class."""
     return -2 - true_class
 
 

@@ -51,8 +51,7 @@ def predict(
 
 
 def _read_image(module: TrainedModule, data: Any, file: str) -> tuple[dict[str, Any], Any]:
-    from mmpreproj.data.image.files import load_image
-    from mmpreproj.data.image.transforms import EvalTransform
+    from mmpreproj.data.image.image_files import EvalTransform, load_image
 
     config = dict(module.data_config or {})
     transform = data.eval_transform() if data is not None else EvalTransform(config)

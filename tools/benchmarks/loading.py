@@ -28,8 +28,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from mmpreproj.data.video import read_frames
-from mmpreproj.data.video.sampling import dense, span, uniform_views
-from mmpreproj.data.video.transforms import EvalClips
+from mmpreproj.data.video.clips import EvalClips, dense, span, uniform_views
 
 N_FRAMES = 300
 WIDTH, HEIGHT = 320, 240

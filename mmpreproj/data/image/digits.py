@@ -9,14 +9,33 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch.utils.data import Dataset
 
-from mmpreproj.data.image.base import ImageDataModule
-from mmpreproj.data.image.files import to_channels
-from mmpreproj.data.sampling import run_seed, seeded
-from mmpreproj.data.splits import stratified_holdout
+from mmpreproj.data.image.image_files import to_channels
+from mmpreproj.data.image.image_module import ImageDataModule
+from mmpreproj.data.labelled_files import Source
+from mmpreproj.data.sampling import run_seed, seeded, stratified_holdout
 from mmpreproj.data.targets import PADDING
+from mmpreproj.messages import need
 
 N_TEST = 540
 SIDE = 8
+
+
+def load_digits() -> tuple[torch.Tensor, np.ndarray]:
+    """Pixels float [1797, 1, 8, 8] in 0..1, and which digit each image is, int64 [1797]."""
+    data = need("sklearn.datasets", "reading the digits", "train").load_digits()
+    return torch.from_numpy(data.images).float().div_(16)[:, None], data.target
+
+
+class DigitsSource(Source):
+    """The test part, or the rest, in memory; `numbers` are those of the images in the whole."""
+
+    def __init__(self, split: str):
+        pixels, digits = load_digits()
+        rest, test = stratified_holdout(digits, n_held=N_TEST, seed=0)
+        self.numbers = test if split == "test" else rest
+        self.pixels = pixels[self.numbers]
+        classes = {"class": [str(digit) for digit in range(10)]}
+        super().__init__(f"the digits to {split}", classes, digits[self.numbers][:, None])
 
 
 @dataclasses.dataclass
@@ -82,9 +101,7 @@ class Digits(Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        epoch, first = divmod(
-            indices[0], len(self)
-        )  # the epoch comes with the index: see sampling.py
+        epoch, first = divmod(indices[0], len(self))  # see sampling.py
         chosen = torch.tensor(indices) % len(self)
         channels, *size = self.config["input_size"]
         if self.augment is None:
@@ -156,42 +173,13 @@ class DigitsDataModule(ImageDataModule):
                 f"{', '.join(unused)} do not apply to the digits, which are only enlarged"
             )
         self.affine = augment or DigitsAugment()
-        self._parts: dict[str, np.ndarray] = {}
 
-    def setup(self, stage: str | None = None) -> None:
-        if self._parts:
-            return
-        try:
-            from sklearn.datasets import load_digits
-        except ImportError as error:
-            raise ImportError(
-                "the digits come with scikit-learn: pip install scikit-learn"
-            ) from error
-        data = load_digits()
-        names = [str(name) for name in data.target_names]
-        if self._classes is None:
-            self._classes = names
-        elif sorted(self._classes) != sorted(names):
-            raise ValueError(
-                f"the digits have the classes {names}, but the model was trained on {self._classes}"
-            )
-        self._pixels = torch.from_numpy(data.images).float().div_(16)[:, None]
-        targets = np.array([self._classes.index(str(t)) for t in data.target], dtype=np.int64)
-        self._targets = torch.from_numpy(targets)
-        rest, test = stratified_holdout(data.target, n_held=N_TEST, seed=0)
-        kept, held = stratified_holdout(
-            data.target[rest], fraction=self.val_fraction, seed=self.split_seed
-        )
-        self._parts = {"train": rest[kept], "val": rest[held], "test": test}
-
-    def split_size(self, split: str) -> int | None:
-        return len(self._parts[split]) if self._parts else None
+    def open(self, split: str) -> DigitsSource:
+        return DigitsSource(split)
 
     def dataset(self, split: str, n_padding: int = 0) -> Digits:
-        if not self._parts:
-            raise RuntimeError(f"call setup() before asking for the {split} part")
-        chosen = torch.from_numpy(self._parts[split])
-        pixels, targets = self._pixels[chosen], self._targets[chosen]
+        source, indices, targets = self._part(split)
+        pixels, targets = source.pixels[indices], torch.from_numpy(targets[indices, 0])
         if split == "train":
             seeds = {"seed": run_seed(), "rank": self._world()[1]}
             return Digits(pixels, targets, self.resolved_data_config, self.affine, **seeds)

@@ -1,19 +1,111 @@
 """Whatever timm.data.create_dataset opens: folders, tars, torchvision, Hugging Face, webdataset."""
 
+import functools
+import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from PIL import Image
 from timm.data import create_dataset
-from timm.data.dataset import IterableImageDataset
-from torch.utils.data import Dataset, IterableDataset
+from timm.data.dataset import ImageDataset, IterableImageDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchvision.datasets import DatasetFolder
 
-from mmpreproj.data.image.files import to_channels
-from mmpreproj.data.image.sources import SourceDataModule, refuse_shared
-from mmpreproj.data.image.timm_source import TimmSource, class_names
-from mmpreproj.data.image.transforms import pixel_transform, train_transform
+from mmpreproj.data.image.image_files import UnreadableImage, to_channels
+from mmpreproj.data.image.image_module import ImageFilesDataModule
+from mmpreproj.data.labelled_files import Source
 from mmpreproj.data.sampling import run_seed
+from mmpreproj.messages import listed
+
+CANNOT_READ = (OSError, SyntaxError, Image.DecompressionBombError)
+PACKAGES = {
+    "hfds": "datasets",
+    "hfids": "datasets",
+    "wds": "webdataset",
+    "tfds": "tensorflow-datasets",
+}
+"""What timm's readers need, by the prefix of a name."""
+
+
+class TimmSource(Source):
+    """Images of a map-style dataset that timm opened; targets are read without decoding an image.
+
+    Raises: ValueError where the targets are not single class numbers, or cannot be had without
+    decoding.
+    """
+
+    def __init__(self, dataset: Dataset, label: str):
+        self.dataset = dataset
+        self.reader = dataset.reader if isinstance(dataset, ImageDataset) else None
+        if hasattr(self.reader, "cache_tarfiles"):
+            # An open tar shared by forked workers shares its file position: they would read each
+            # other's bytes
+            self.reader.cache_tarfiles = False
+        targets = self._read_targets(label)
+        numbers = targets.ndim == 1 and np.issubdtype(targets.dtype, np.integer)
+        if not numbers or targets.min(initial=0) < 0:
+            raise ValueError(
+                f"{label}: the targets are not class numbers, but {targets[:3].tolist()} …"
+            )
+        classes = class_names(dataset, int(targets.max(initial=-1)) + 1)
+        super().__init__(label, {"class": classes}, targets.astype(np.int64)[:, None])
+
+    def _read_targets(self, label: str) -> np.ndarray:
+        if hasattr(self.reader, "targets"):
+            return np.asarray(self.reader.targets)
+        if hasattr(self.reader, "samples"):
+            return np.array([target for _, target in self.reader.samples])
+        if hasattr(self.reader, "iter_targets"):
+            return np.array(list(self.reader.iter_targets()))
+        if hasattr(self.dataset, "targets"):
+            return np.asarray(self.dataset.targets)
+        if getattr(self.dataset, "target_type", None) == ["full"]:  # torchvision's INaturalist
+            return np.array([target for target, _ in self.dataset.index])
+        raise ValueError(
+            f"{label}: {type(self.dataset).__name__} does not give its classes in advance"
+        )
+
+    def name(self, index: int) -> str:
+        if self.reader is not None:
+            return f"{self.origin}: {self.reader.filename(index, absolute=True) or index}"
+        if isinstance(self.dataset, DatasetFolder):
+            return self.dataset.samples[index][0]
+        return f"{self.origin}[{index}]"
+
+    def load(self, index: int, read: Callable[..., Image.Image]) -> Image.Image:
+        if isinstance(self.dataset, DatasetFolder):
+            return read(self.name(index))
+        try:
+            image = (self.dataset if self.reader is None else self.reader)[index][0]
+        except CANNOT_READ as error:
+            raise UnreadableImage(f"cannot read image {self.name(index)!r} ({error})") from error
+        return read(image, name=self.name(index))
+
+    def place(self) -> str:
+        if hasattr(self.reader, "samples"):
+            return os.path.realpath(self.reader.root)
+        if isinstance(self.dataset, DatasetFolder):
+            return os.path.realpath(self.dataset.root)
+        if hasattr(self.dataset, "train"):  # torchvision knows two parts by many names
+            return f"{self.dataset.root}, train={self.dataset.train}"
+        return self.origin
+
+
+def class_names(dataset: Dataset, at_least: int) -> list[str]:
+    """Class names by class number; a number without a name is its own name."""
+    reader = getattr(dataset, "reader", None)
+    numbers = getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None)
+    if numbers:
+        names = {index: str(name) for name, index in numbers.items()}
+    else:
+        given = getattr(dataset, "wnids", None) or getattr(dataset, "classes", None)
+        given = given or getattr(dataset, "all_categories", None) or []
+        names = {index: str(name) for index, name in enumerate(given)}
+    return [names.get(index, str(index)) for index in range(max([at_least - 1, *names]) + 1)]
 
 
 class Stream(IterableDataset):
@@ -37,7 +129,7 @@ class Stream(IterableDataset):
             yield self.transform(to_channels(image, self.channels)), int(target)
 
 
-class TimmDataModule(SourceDataModule):
+class TimmDataModule(ImageFilesDataModule):
     """Data through timm's readers, by the names timm uses.
 
     "" with a folder or a .tar, "torch/cifar10", "hfds/NAME", and the streams "hfids/NAME",
@@ -62,10 +154,14 @@ class TimmDataModule(SourceDataModule):
         target_key: the column or entry with the class.
         num_samples: images of a training stream, for readers that cannot tell.
         download: let torchvision (or tfds, hfids) fetch the data.
-        keywords: those of SourceDataModule and ImageDataModule.
+        keywords: those of ImageFilesDataModule.
     """
 
     STREAMS = ("hfids", "wds", "tfds")
+    split_keys = (
+        "train_split, val_split and test_split (where timm finds no folder of a split's name it "
+        "takes all of its root)"
+    )
 
     def __init__(
         self,
@@ -86,7 +182,7 @@ class TimmDataModule(SourceDataModule):
         super().__init__(**keywords)
         self.name = name
         self.root = root
-        self.splits = {"train": train_split, "val": self.val_split, "test": test_split}
+        self.splits |= {"train": train_split, "test": test_split}
         self.roots = {"train": root, "val": val_root or root, "test": test_root or root}
         self.wanted_classes = num_classes
         self.reader_keywords = {
@@ -102,12 +198,12 @@ class TimmDataModule(SourceDataModule):
         if self.prefix in ("", "torch") and root is None:
             raise ValueError(f"the dataset {name!r} needs a root: a folder (or a .tar file)")
         if self.is_stream:
-            if self.val_split is None and self.val_fraction > 0:
+            if self.splits["val"] is None and self.val_fraction > 0:
                 raise ValueError(
                     f"{name!r} is a stream, out of which no fixed part can be held: "
                     "give val_split, or val_fraction 0"
                 )
-            if self.aug_repeats > 1 or self.bad_images == "error":
+            if self.aug_repeats > 1 or self.on_bad == "error":
                 raise ValueError(
                     f"{name!r} is a stream: aug_repeats and bad_images='error' need random access"
                 )
@@ -126,7 +222,7 @@ class TimmDataModule(SourceDataModule):
                 "num_samples": self.num_samples if training else None,
                 "download": self.download,
             }
-        # Mode "" is no conversion: reading transparency, 16 bits, … is the business of images.py.
+        # Mode "" is no conversion: reading transparency, 16 bits, … is image_files.py's business.
         # tfds wants a mode.
         mode = "RGB" if self.prefix == "tfds" else ""
         try:
@@ -134,21 +230,14 @@ class TimmDataModule(SourceDataModule):
                 self.name, root=root, split=self.splits[split], input_img_mode=mode, **keywords
             )
         except ImportError as error:
-            package = {
-                "hfds": "datasets",
-                "hfids": "datasets",
-                "wds": "webdataset",
-                "tfds": "tensorflow-datasets",
-            }
             raise ImportError(
                 f"the dataset {self.name!r} needs a package that is not installed: "
-                f"pip install {package.get(self.prefix, error.name)}"
+                f"pip install {PACKAGES.get(self.prefix, error.name)}"
             ) from error
         except (AssertionError, RuntimeError, FileNotFoundError) as error:
             raise ValueError(
                 f"timm cannot open the {split} part (split {self.splits[split]!r}) of "
-                f"{self.name!r} at {root!r}: "
-                f"{error or 'nothing is there'}"
+                f"{self.name!r} at {root!r}: {str(error) or 'nothing is there'}"
             ) from error
 
     def open(self, split: str) -> TimmSource:
@@ -157,34 +246,32 @@ class TimmDataModule(SourceDataModule):
         )
 
     def setup(self, stage: str | None = None) -> None:
-        if self.is_stream:
+        if not self.is_stream:
+            super().setup(stage)
+        elif not self._streams:
             self._setup_streams()
-            return
-        super().setup(stage)
 
     def _setup_streams(self) -> None:
-        if self._streams:
-            return
         used = [split for split, name in self.splits.items() if name is not None]
-        refuse_shared({split: f"{self.roots[split]}, {self.splits[split]}" for split in used})
+        self.refuse_shared({split: f"{self.roots[split]}, {self.splits[split]}" for split in used})
         self._streams = {split: self._create(split) for split in used}
         names = class_names(self._streams["train"], self.wanted_classes or 0)
         if not names:
             raise ValueError(
                 f"the reader of {self.name!r} does not tell its classes: give num_classes"
             )
-        if self._classes is None:
-            self._classes = names
-        elif self._classes != names:
+        if self._label_sets is None:
+            self._label_sets = {"class": names}
+        elif self.classes != names:
             raise ValueError(
-                f"the classes of {self.name!r}, {names[:10]} …, are not the model's, "
-                f"{self._classes[:10]} …"
+                f"the classes of {self.name!r}, {listed(names)}, are not the model's, "
+                f"{listed(self.classes)}"
             )
 
     def split_size(self, split: str) -> int | None:
         if not self.is_stream:
             return super().split_size(split)
-        if split == "val" and self.val_split is None:
+        if self.splits[split] is None:
             return 0
         return len(self._streams[split]) or None if split in self._streams else None
 
@@ -192,23 +279,31 @@ class TimmDataModule(SourceDataModule):
         if not self.is_stream:
             return super().dataset(split, n_padding)
         if split not in self._streams:
-            raise RuntimeError(f"call setup() before asking for the {split} part")
-        config = self.resolved_data_config
-        transform = (
-            train_transform(config, self.augment) if split == "train" else pixel_transform(config)
-        )
-        return Stream(self._streams[split], transform, config["input_size"][0], self.num_workers)
+            raise RuntimeError(f"call setup() before asking for the {split} split")
+        _, transform, (channels, *_) = self.reading(split)
+        return Stream(self._streams[split], transform, channels, self.num_workers)
 
-    def _eval_loader(self, split: str):
-        if self.is_stream and self._world()[0] > 1:
+    def train_dataloader(self) -> DataLoader:
+        if not self.is_stream:
+            return super().train_dataloader()
+        return self._stream_loader("train", self.batch_size, drop_last=self.drop_last)
+
+    def _eval_loader(self, split: str) -> DataLoader:
+        if not self.is_stream:
+            return super()._eval_loader(split)
+        world = self._world()[0]
+        if world > 1:
             warnings.warn(
-                f"{self.name!r} is a stream: n may differ from one process to {self._world()[0]}",
-                stacklevel=2,
+                f"{self.name!r} is a stream: n may differ from one process to {world}", stacklevel=2
             )
-        if self.is_stream:
-            self.datasets[split] = self.dataset(split)
-            return self._loader(self.datasets[split], self.eval_batch_size)
-        return super()._eval_loader(split)
+        return self._stream_loader(split, self.eval_batch_size)
+
+    def _stream_loader(self, split: str, batch_size: int, **keywords: Any) -> DataLoader:
+        self.datasets[split] = self.dataset(split)
+        # workers are seeded by rank and number
+        seeding = functools.partial(pl_worker_init_function, rank=self._world()[1])
+        keywords["worker_init_fn"] = seeding
+        return self._loader(self.datasets[split], batch_size, **keywords)
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {

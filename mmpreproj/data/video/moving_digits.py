@@ -19,24 +19,24 @@ until the features are far from linear: with every place allowed, small transfor
 chance on the digits for the minutes that the default is meant to take.
 """
 
-import contextlib
 import csv
 import dataclasses
 import hashlib
 import json
 import os
-import shutil
-import sys
-import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
-from mmpreproj.data.image.digits import N_TEST, SIDE, resample
-from mmpreproj.data.splits import stratified_holdout
+from mmpreproj.data.image.digits import N_TEST, SIDE, load_digits, resample
+from mmpreproj.data.sampling import stratified_holdout
+from mmpreproj.data.video.clips import VideoAugment
+from mmpreproj.data.video.video_module import VideoDataModule
+from mmpreproj.files import cache_folder, whole_folder
+from mmpreproj.messages import need
 
 VERSION = 1
 """Part of the cache folder's name. To be raised whenever equal settings give other files."""
@@ -116,10 +116,9 @@ class MovingDigits:
     def root(self) -> Path:
         """The cache folder of these settings: moving_digits-v<version>-<hash of the settings> in
         $XDG_CACHE_HOME/mmpreproj (~/.cache/mmpreproj)."""
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         text = json.dumps(self.facts(), sort_keys=True).encode()
         key = hashlib.blake2b(text, digest_size=6).hexdigest()
-        return cache / "mmpreproj" / f"moving_digits-v{VERSION}-{key}"
+        return cache_folder(f"moving_digits-v{VERSION}-{key}")
 
 
 class Clip(NamedTuple):
@@ -211,13 +210,7 @@ def encode(path: str | os.PathLike, frames: np.ndarray, crf: int = 12, fps: int 
     Shape: frames uint8 [T, H, W], H and W even.
     Raises: ImportError without PyAV; RuntimeError if its FFmpeg has no H.264 encoder.
     """
-    try:
-        import av
-    except ImportError as error:
-        raise ImportError(
-            "video files are written by PyAV, which is not installed: "
-            "pip install 'mmpreproj[video]'"
-        ) from error
+    av = need("av", "writing videos", "video")
     if "libx264" not in av.codecs_available:
         raise RuntimeError(
             f"the FFmpeg in this PyAV ({av.__version__}) has no H.264 encoder (libx264); PyAV's "
@@ -260,47 +253,33 @@ def write_moving_digits(
     folder = settings.root() if root is None else Path(root).expanduser().absolute()
     if _is_written(folder, settings):
         return folder
-    images, targets = _enlarged_digits(settings.digit_size)
+    pixels, targets = load_digits()
+    enlarged = resample(pixels, (settings.digit_size, settings.digit_size))[:, 0]
+    images = enlarged.mul(255).round().to(torch.uint8).numpy()
     clips = plan(targets, settings)
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.tmp"
-    unfinished.mkdir()
-    try:
-        with _bar(sum(map(len, clips.values())), progress) as step:
-            for part in PARTS:
-                _write_part(unfinished, part, clips[part], images, settings, step)
+    seconds = max(1, round(settings.n_frames / FPS))
+    hidden = None if progress is None else not progress
+    with (
+        whole_folder(folder) as unfinished,
+        tqdm(
+            total=sum(map(len, clips.values())), desc="writing moving digits", disable=hidden
+        ) as bar,
+    ):
+        for part in PARTS:
+            (unfinished / part).mkdir()
+            rows = [COLUMNS]
+            for clip in clips[part]:
+                frames = render(images[clip.image], clip.start, clip.direction, settings)
+                path = unfinished / part / f"{clip.name}_{0:06d}_{seconds:06d}.mp4"
+                encode(path, frames, settings.crf)
+                rows.append((clip.digit, clip.direction, clip.name, 0, seconds, part))
+                bar.update()
+            with open(unfinished / f"{part}.csv", "w", newline="", encoding="utf-8") as file:
+                csv.writer(file, lineterminator="\n").writerows(rows)
         text = json.dumps(settings.facts(), indent=2)
         (unfinished / SETTINGS_FILE).write_text(text + "\n", encoding="utf-8")
-        try:
-            unfinished.rename(folder)  # also over an empty folder
-        except OSError:
-            if not _is_written(folder, settings):
-                raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    _is_written(folder, settings)  # by another process, perhaps
     return folder
-
-
-def _write_part(
-    folder: Path,
-    part: str,
-    clips: list[Clip],
-    images: np.ndarray,
-    settings: MovingDigits,
-    step: Callable[[], Any],
-) -> None:
-    (folder / part).mkdir()
-    seconds = max(1, round(settings.n_frames / FPS))
-    rows = []
-    for clip in clips:
-        frames = render(images[clip.image], clip.start, clip.direction, settings)
-        path = folder / part / f"{clip.name}_{0:06d}_{seconds:06d}.mp4"
-        encode(path, frames, settings.crf)
-        rows.append((clip.digit, clip.direction, clip.name, 0, seconds, part))
-        step()
-    with open(folder / f"{part}.csv", "w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
 
 
 def _is_written(folder: Path, settings: MovingDigits) -> bool:
@@ -324,31 +303,60 @@ def _is_written(folder: Path, settings: MovingDigits) -> bool:
     return True
 
 
-def _enlarged_digits(side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images uint8 [N, side, side] and their digits int [N]."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError("the digits come with scikit-learn: pip install scikit-learn") from error
-    data = load_digits()
-    pixels = torch.from_numpy(data.images).float().div_(16)[:, None]
-    enlarged = resample(pixels, (side, side))[:, 0]
-    return enlarged.mul(255).round().to(torch.uint8).numpy(), data.target
+class MovingDigitsDataModule(VideoDataModule):
+    """Handwritten digits that move in eight directions: videos with two label sets, "digit" and
+    "direction". The files are written when training starts, once, and read like any other videos.
 
+    Args:
+        root: their folder; None: one of the cache's, see `MovingDigits.root`.
+        videos: what they are like; None: the defaults.
+        stride: of dense clips, in frames. At the default's speed, steps of 2 hide directions, and
+            steps of 3 turn them around.
+        augment: training augmentation; None: none. Mirror images are refused: they would turn
+            directions, and digits into other shapes.
+        batch_size: clips in a training batch, on each process.
+        num_workers: worker processes of each loader.
+        progress: show a bar while the files are written; None: on a terminal.
+        keywords: those of VideoDataModule.
+    """
 
-@contextlib.contextmanager
-def _bar(total: int, shown: bool | None) -> Iterator[Callable[[], Any]]:
-    """Gives the function to call after each video."""
-    shown = sys.stderr.isatty() if shown is None else shown
-    try:
-        from rich.console import Console
-        from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
-    except ImportError:
-        shown = False
-    if not shown:
-        yield lambda: None
-        return
-    columns = (*Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("writing moving digits", total=total)
-        yield lambda: bar.advance(task)
+    def __init__(
+        self,
+        root: str | None = None,
+        videos: MovingDigits | None = None,
+        stride: int = 1,
+        augment: VideoAugment | None = None,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        progress: bool | None = None,
+        **keywords: Any,
+    ):
+        self.videos = videos or MovingDigits()
+        self.progress = progress
+        augment = augment or VideoAugment(no_aug=True)
+        if not augment.no_aug and augment.hflip > 0:
+            raise ValueError(
+                f"a mirror image moves in another direction and is no digit: set augment.hflip to "
+                f"0, got {augment.hflip}"
+            )
+        super().__init__(
+            root=str(self.videos.root()) if root is None else root,
+            train="train",
+            val="val",
+            test="test",
+            label_columns=["digit", "direction"],
+            stride=stride,
+            augment=augment,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            **keywords,
+        )
+
+    opposites = {"direction": {name: opposite(name) for name in DIRECTIONS}}
+    """Of each label set, the class of a video that is played backwards."""
+
+    def prepare_data(self) -> None:
+        write_moving_digits(self.root, self.videos, self.progress)
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "videos": self.videos.facts()}

@@ -1,6 +1,6 @@
-"""Reading one image file, whatever it holds, as 8-bit RGB or grey.
+"""One image, from a file of any kind to the model's input.
 
-One rule for training, validation and prediction:
+Reading gives 8-bit RGB or grey, by one rule for training, validation and prediction:
 
 - the EXIF orientation is applied, so that a phone's photograph stands upright;
 - transparency (RGBA, LA, palette, or a single transparent colour) is laid over white;
@@ -9,16 +9,24 @@ One rule for training, validation and prediction:
 - of an animation the first frame is read; embedded colour profiles are ignored, as by timm and
   torchvision;
 - a file cut short is an error, never an image with a grey lower half.
+
+Then come timm's transforms. Pixels are normalised on the model's device, or here, in prediction.
 """
 
+import dataclasses
 import os
 import warnings
-from typing import BinaryIO
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
+import torch
 from PIL import Image, ImageOps
+from timm.data import create_transform
 
-MODES = {1: "L", 3: "RGB"}
+from mmpreproj.data.labelled_files import UnreadableFile
+from mmpreproj.data.vision import check_channels, normalize
+
 ORIENTATION_TAG = 0x0112
 
 # Damaged metadata says nothing about the pixels, and in a large collection these messages come by
@@ -26,17 +34,17 @@ ORIENTATION_TAG = 0x0112
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.TiffImagePlugin")
 
 
-class UnreadableImage(ValueError):
+class UnreadableImage(UnreadableFile):
     """An image file that cannot be decoded; the message names the file and the reason."""
 
 
 def load_image(
-    source: str | os.PathLike | BinaryIO, channels: int = 3, name: str | None = None
+    source: str | os.PathLike | BinaryIO | Image.Image, channels: int = 3, name: str | None = None
 ) -> Image.Image:
     """Reads an image file completely.
 
     Args:
-        source: a path, or an open binary file (which is closed afterwards).
+        source: a path, an open binary file (which is closed afterwards), or an image that is read.
         channels: 3 for RGB, 1 for grey.
         name: what to call the image in an error, where the source does not know it.
     Returns: a loaded PIL image of mode RGB or L.
@@ -45,10 +53,12 @@ def load_image(
             of a pixel type without a defined range of values.
         ValueError: `channels` is neither 1 nor 3.
     """
-    mode_of(channels)
+    check_channels(channels)
     is_path = isinstance(source, (str, os.PathLike))
     name = name or (os.fspath(source) if is_path else getattr(source, "name", "<stream>"))
     try:
+        if isinstance(source, Image.Image):
+            return to_channels(source, channels)
         with open(source, "rb") if is_path else source as file:
             with Image.open(file) as image:
                 image.load()
@@ -67,7 +77,8 @@ def to_channels(image: Image.Image, channels: int) -> Image.Image:
     Raises: ValueError for pixel types without a defined range (float, 32-bit integers beyond 16
     bits).
     """
-    mode = mode_of(channels)
+    check_channels(channels)
+    mode = {1: "L", 3: "RGB"}[channels]
     if _orientation(image) != 1:
         image = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
@@ -82,17 +93,6 @@ def to_channels(image: Image.Image, channels: int) -> Image.Image:
     elif image.mode in ("CMYK", "P", "1", "L"):
         image = image.convert("RGB")
     return image if image.mode == mode else image.convert(mode)
-
-
-def mode_of(channels: int) -> str:
-    """PIL's mode for a number of channels. Raises: ValueError unless it is 1 or 3."""
-    if channels not in MODES:
-        raise ValueError(
-            f"the model takes {channels} input channels, but image files are read as 3 (RGB) or "
-            "1 (grey): "
-            "build the model with in_chans=3 or in_chans=1"
-        )
-    return MODES[channels]
 
 
 def _orientation(image: Image.Image) -> int:
@@ -120,3 +120,73 @@ def _wide_to_grey(image: Image.Image) -> Image.Image:
     if isinstance(transparent, int):
         values[values == transparent] = 65535  # white, as for every other kind of transparency
     return Image.fromarray(((values + 128) // 257).astype(np.uint8))
+
+
+# To the model's input
+
+
+@dataclasses.dataclass
+class AugmentConfig:
+    """Augmentation: keywords of timm.data.create_transform, defaults of timm's train.py."""
+
+    no_aug: bool = False
+    """Only resize and crop."""
+    train_crop_mode: Literal["rrc", "rkrc", "rkrr"] | None = None
+    """Random resized crop (rrc, the default), or resize, ratio kept, and centre or random crop."""
+    scale: tuple[float, float] | None = None
+    """Area of the random crop; None is timm's default for the crop mode: (0.08, 1) for rrc."""
+    ratio: tuple[float, float] | None = None
+    """Aspect ratio of the random crop; None is (3/4, 4/3) for rrc."""
+    hflip: float = 0.5
+    vflip: float = 0.0
+    color_jitter: float | tuple[float, float, float] | tuple[float, float, float, float] | None = (
+        0.4
+    )
+    color_jitter_prob: float | None = None
+    grayscale_prob: float = 0.0
+    gaussian_blur_prob: float = 0.0
+    auto_augment: str | None = None
+    """timm's policy string: "rand-m9-mstd0.5-inc1", "augmix-m3", "3a" (DeiT III's), …"""
+    interpolation: str = "random"
+    """Of the random crop; "random" draws bilinear or bicubic."""
+    re_prob: float = 0.0
+    """Random erasing, done on whole batches on the model's device."""
+    re_mode: Literal["const", "rand", "pixel"] = "pixel"
+    re_count: int = 1
+
+
+def train_transform(
+    config: Mapping[str, Any], augment: AugmentConfig
+) -> Callable[[Image.Image], torch.Tensor]:
+    """PIL image -> augmented uint8 [C, H, W]; random erasing is left to the batch."""
+    keywords = {k: v for k, v in dataclasses.asdict(augment).items() if not k.startswith("re_")}
+    return create_transform(
+        config["input_size"],
+        is_training=True,
+        use_prefetcher=True,
+        mean=tuple(config["mean"]),
+        **keywords,
+    )
+
+
+def pixel_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], torch.Tensor]:
+    """PIL image -> uint8 [C, H, W], resized and cropped for evaluation."""
+    return create_transform(
+        config["input_size"],
+        use_prefetcher=True,
+        interpolation=config["interpolation"],
+        mean=tuple(config["mean"]),
+        crop_pct=config["crop_pct"],
+        crop_mode=config["crop_mode"],
+    )
+
+
+class EvalTransform:
+    """PIL image of any kind -> normalised float32 [C, H, W], just as in evaluation."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        self.config = config
+        self.pixels = pixel_transform(config)
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        return normalize(self.pixels(to_channels(image, self.config["input_size"][0])), self.config)
