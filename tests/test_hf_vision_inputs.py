@@ -33,8 +33,8 @@ def test_fields_of_the_configuration_can_be_changed(tmp_path):
     [
         ("videomae", {"num_frame": 8}, "no field 'num_frame'; close matches: num_frames"),
         ("videomae", {"num_frames": "many"}, "does not take model_args=.*num_frames"),
-        ("videomae", {"num_frames": 5}, "5 frames do not divide into tubelets of 2"),
-        ("vit", {"image_size": 20}, "20x20 px do not divide into patches of 8x8"),
+        ("videomae", {"num_frames": 5}, "tubelets of 2, found 5 frames, which do not divide"),
+        ("vit", {"image_size": 20}, "patches of 8x8 px, found 20x20 px, which do not divide"),
         ("vit", {"num_frames": 4}, "no field 'num_frames'"),
         ("vit", {"img_size": 24, "image_size": 32}, "gives image_size twice"),
         ("vit", {"num_labels": 4}, "model_args holds num_labels"),

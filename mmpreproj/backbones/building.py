@@ -114,15 +114,18 @@ def with_whole_path(name: str) -> str:
 
 def classifier_names(model: nn.Module) -> list[str]:
     """Paths of the classifier's modules (`head`, say), as its timm configuration names them."""
-    named = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
-    named = (named,) if isinstance(named, str) else tuple(named)
+    named = (getattr(model, "pretrained_cfg", None) or {}).get("classifier")
     modules = dict(model.named_modules())
-    found = [path for path in named if path in modules]
+    found = [path for path in _each(named) if path in modules]
     if not found and hasattr(model, "get_classifier"):
-        heads = model.get_classifier()
-        heads = heads if isinstance(heads, tuple | list) else (heads,)
+        heads = _each(model.get_classifier())
         found = [path for path, module in modules.items() if any(module is head for head in heads)]
     return [path for path in found if list(modules[path].parameters())]  # an Identity has none
+
+
+def _each(found: Any) -> tuple[Any, ...]:
+    """timm gives one of a thing, several, or None."""
+    return tuple(found) if isinstance(found, tuple | list) else () if found is None else (found,)
 
 
 def freeze(model: nn.Module) -> None:
@@ -184,17 +187,13 @@ def check_kind(model: nn.Module, data: str, gives: str | None) -> None:
         data: the data module's name.
         gives: "images" or "clips"; None: not known.
     """
-    takes_clips = num_frames(model) is not None
-    if gives == "clips" and not takes_clips:
-        raise ValueError(
-            f"{data} gives clips, {type(model).__name__} takes images: choose a video model, such "
-            "as video_vit_preproj_small"
-        )
-    if gives == "images" and takes_clips:
-        raise ValueError(
-            f"{data} gives images, {type(model).__name__} takes clips: use VideoDataModule, or an "
-            "image model"
-        )
+    takes = "images" if num_frames(model) is None else "clips"
+    if gives in ("images", "clips") and gives != takes:
+        use = "VideoDataModule, or an image model"
+        if gives == "clips":
+            use = "a video model, such as video_vit_preproj_small"
+        kind = type(model).__name__
+        raise ValueError(f"{data} gives {gives}, {kind} takes {takes}: use {use}")
 
 
 def check_image_size(model: nn.Module, used: Mapping[str, Any] | None) -> None:
@@ -208,8 +207,8 @@ def check_image_size(model: nn.Module, used: Mapping[str, Any] | None) -> None:
     _, *frames, height, width = used["input_size"]
     own = num_frames(model)
     if (own is None) != (not frames):
-        kinds = ("images", "clips") if own is not None else ("clips", "images")
-        raise ValueError(f"the data give {kinds[0]}, {type(model).__name__} takes {kinds[1]}")
+        give, takes = ("clips", "images") if own is None else ("images", "clips")
+        raise ValueError(f"the data give {give}, {type(model).__name__} takes {takes}")
     if hasattr(model, "check_input_size"):
         model.check_input_size(*frames, height, width)
         return
@@ -280,6 +279,7 @@ def _create(
     finally:
         builder.removeHandler(told)
         builder.setLevel(level)
+    (getattr(model, "pretrained_cfg", None) or {}).pop("state_dict", None)  # timm keeps it
     heads = tuple(classifier_names(model))
     lost = [key for key in told.unexpected if ".preproj." in key]
     if lost:
@@ -338,7 +338,6 @@ def local_source(name: str, path: Path) -> tuple[dict[str, Any], dict[str, Tenso
         raise FileNotFoundError(f"weights={str(path)!r}: there is no such file")
     if path.suffix == ".npz":
         return {"file": str(path), "custom_load": True}, {}
-    overlay: dict[str, Any] = {"file": str(path), "custom_load": False}
     try:
         tensors = load_state_dict(str(path), device="cpu", weights_only=True)
     except Exception as error:
@@ -350,16 +349,12 @@ def local_source(name: str, path: Path) -> tuple[dict[str, Any], dict[str, Tenso
     if path.suffix == ".ckpt" and own:  # a run of ours: the weights that were evaluated
         prefix = "ema.module." if any(key.startswith("ema.") for key in own) else "model."
         tensors = {key.removeprefix(prefix): t for key, t in own.items() if key.startswith(prefix)}
-        overlay = {"state_dict": tensors, "custom_load": False}
     method: dict[str, Tensor] = {}
     if not timm.models.model_entrypoint(name.split(".")[0]).__module__.startswith("mmpreproj."):
         method = {key: tensor for key, tensor in tensors.items() if ".preproj." in key}
-    if method:
         tensors = {key: tensor for key, tensor in tensors.items() if key not in method}
-        overlay = {"state_dict": tensors, "custom_load": False}
-    configuration = timm.get_pretrained_cfg(name)
-    classifier = getattr(configuration, "classifier", None) or ()
-    for head in (classifier,) if isinstance(classifier, str) else classifier:
+    overlay: dict[str, Any] = {"state_dict": tensors, "custom_load": False}
+    for head in _each(getattr(timm.get_pretrained_cfg(name), "classifier", None)):
         weight = tensors.get(f"{head}.weight")
         if isinstance(weight, Tensor):  # timm drops a head of another width by this number
             overlay["num_classes"] = weight.shape[0]

@@ -104,44 +104,40 @@ class InputShape:
         height, width = self.size
         if height != width and not family.oblong:
             raise ValueError(f"hf:{name} takes square images only, found {height}x{width} px")
-        if resized and (height % self.patch[0] or width % self.patch[1]):
-            raise ValueError(
-                f"hf:{name}: {height}x{width} px do not divide into patches of "
-                f"{self.patch[0]}x{self.patch[1]} px"
-            )
-        if self.frames is not None and (self.frames < 1 or self.frames % self.tubelet):
-            raise ValueError(
-                f"hf:{name}: {self.frames} frames do not divide into tubelets of {self.tubelet}"
-            )
+        self._check_divides(f"hf:{name}", self.frames, self.size if resized else self.patch)
 
     def check(self, kind: str, size: tuple[int, ...]) -> None:
         """Raises ValueError if (height, width), or (frames, height, width), is not for the model.
 
         What would not divide is refused: the patch embedding drops the rest without a word.
         """
-        *frames, height, width = size
-        if self.frames is not None and frames[0] != self.frames:
-            if not self.other_frames:
-                raise ValueError(
-                    f"this {kind} takes clips of {self.frames} frames, found {frames[0]}; give it "
-                    f"those, or build it with model_args num_frames={frames[0]}"
-                )
-            if frames[0] < 1 or frames[0] % self.tubelet:
-                raise ValueError(
-                    f"this {kind} takes frames in tubelets of {self.tubelet}, found {frames[0]} "
-                    "frames, which do not divide"
-                )
-        if (height, width) == self.size:
-            return
-        if not self.other_sizes:
+        *clip, height, width = size
+        frames = clip[0] if clip else None
+        if frames != self.frames and not self.other_frames:
+            raise ValueError(
+                f"this {kind} takes clips of {self.frames} frames, found {frames}; give it those, "
+                f"or build it with model_args num_frames={frames}"
+            )
+        if (height, width) != self.size and not self.other_sizes:
             raise ValueError(
                 f"this {kind} takes {self.size[0]}x{self.size[1]} px, found {height}x{width} px; "
                 "give it those, or build it with another image_size in model_args"
             )
-        if height < 1 or width < 1 or height % self.patch[0] or width % self.patch[1]:
+        # Its own size is taken as it is.
+        resized = (height, width) != self.size
+        self._check_divides(f"this {kind}", frames, (height, width) if resized else self.patch)
+
+    def _check_divides(self, name: str, frames: int | None, size: tuple[int, int]) -> None:
+        (height, width), (rows, columns) = size, self.patch
+        if height < 1 or width < 1 or height % rows or width % columns:
             raise ValueError(
-                f"this {kind} takes patches of {self.patch[0]}x{self.patch[1]} px, found "
-                f"{height}x{width} px, which do not divide"
+                f"{name} takes patches of {rows}x{columns} px, found {height}x{width} px, which do "
+                "not divide"
+            )
+        if frames is not None and (frames < 1 or frames % self.tubelet):
+            raise ValueError(
+                f"{name} takes frames in tubelets of {self.tubelet}, found {frames} frames, which "
+                "do not divide"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import types
@@ -137,7 +138,7 @@ def new_model(source: Source, config: Any) -> nn.Module:
         model = _auto(config).from_config(config, dtype=torch.float32)
     except Exception as error:  # each model has errors of its own
         raise ValueError(f"hf:{source.name} cannot be built: {error}") from error
-    return _classifier(model, config)
+    return _classifier(model)
 
 
 def load_model(source: Source, config: Any) -> nn.Module:
@@ -146,22 +147,19 @@ def load_model(source: Source, config: Any) -> nn.Module:
     Raises:
         ValueError: if they lack anything else, or cannot be read without running code.
     """
-
-    def load(place: str) -> tuple[nn.Module, dict[str, Any]]:
-        return _auto(config).from_pretrained(
-            place,
-            config=config,
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,  # checked below
-            output_loading_info=True,
-            trust_remote_code=False,
-        )
-
+    load = functools.partial(
+        _auto(config).from_pretrained,
+        config=config,
+        dtype=torch.float32,
+        ignore_mismatched_sizes=True,  # checked below
+        output_loading_info=True,
+        trust_remote_code=False,
+    )
     try:
         try:
             model, told = load(source.place)
         except OSError:
-            if source.kind != "hub" or source.place == source.name:
+            if source.kind == "folder" or source.place == source.name:
                 raise
             # some of its files are in the cache, not all
             require_model(source.name)
@@ -170,7 +168,7 @@ def load_model(source: Source, config: Any) -> nn.Module:
         raise
     except Exception as error:  # each of the formats has errors of its own
         raise ValueError(f"the weights of hf:{source.name} cannot be loaded: {error}") from error
-    model = _classifier(model, config)
+    model = _classifier(model)
     _check_loaded(model, told, source.name)
     return model
 
@@ -249,10 +247,9 @@ def _auto(config: Any) -> Any:
     return transformers.AutoModelForImageClassification
 
 
-def _classifier(model: nn.Module, config: Any) -> nn.Module:
-    if config.model_type == _WITHOUT_CLASSIFIER:
-        return TokensClassifier(model, config.num_labels)
-    return model
+def _classifier(model: nn.Module) -> nn.Module:
+    own = model.config.model_type == _WITHOUT_CLASSIFIER
+    return TokensClassifier(model) if own else model
 
 
 class TokensClassifier(nn.Module):
@@ -261,12 +258,14 @@ class TokensClassifier(nn.Module):
 
     base_model_prefix = "trunk"  # in the names of checkpoints
 
-    def __init__(self, base_model: nn.Module, num_classes: int) -> None:
+    def __init__(self, base_model: nn.Module) -> None:
         super().__init__()
         self.trunk = base_model
         config = base_model.config
         self.prefix = 1 + config.num_register_tokens
-        self.classifier = linear(2 * config.hidden_size, num_classes, config.initializer_range)
+        self.classifier = linear(
+            2 * config.hidden_size, config.num_labels, config.initializer_range
+        )
 
     def forward(self, pixel_values: Tensor, **keywords: Any) -> Any:
         x = self.trunk(pixel_values, **keywords).last_hidden_state

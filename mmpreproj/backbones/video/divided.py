@@ -48,7 +48,7 @@ class DividedBlock(nn.Module):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        if attn_mask is not None or is_causal:
+        if isinstance(attn_mask, Tensor) or is_causal is True:  # neither: torch.fx's stand-ins
             raise ValueError("attn_mask and is_causal need attention='joint'")
         prefix, patches = x.tensor_split((self.num_prefix_tokens,), dim=1)
         patches = patches + self.temporal_drop_path(self._over_time(patches, rope))
