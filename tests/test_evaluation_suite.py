@@ -1,8 +1,10 @@
 """Evaluations of a config: what is refused before anything is scored, and what fails alone."""
 
 import gzip
+import importlib
 import json
 import math
+import sys
 
 import pytest
 
@@ -98,6 +100,17 @@ def test_results_are_those_of_the_tasks_with_their_source(suite):
     assert found["words"] == expected | {"source": "items.jsonl", "limit": None}
     uniform = run_suite(bigram_model(torch.ones(258, 258)), tokenizer, suite)["text"]
     assert uniform["byte_perplexity"]["value"] == pytest.approx(258, rel=1e-5)
+
+
+def test_evaluations_need_no_harness_which_says_how_it_is_installed(suite, monkeypatch):
+    for name in ("lm_eval", "lm_eval.models.huggingface"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "mmpreproj.evaluation.harness", raising=False)
+    tokenizer = byte_tokenizer()
+    found = run_suite(random_model("llama", tokenizer), tokenizer, suite)
+    assert not any("error" in result for result in found.values())
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[eval\]'"):
+        importlib.import_module("mmpreproj.evaluation.harness")
 
 
 @torch.no_grad()

@@ -272,19 +272,20 @@ def continue_text(
     ids = torch.tensor(encoder.encode([prompt]), dtype=torch.long, device=device)
     if not ids.shape[1]:
         raise ValueError("the prompt has no tokens; give it a word at least")
-    room = getattr(model.config, "max_position_embeddings", None)
-    if room is not None and ids.shape[1] + tokens > room:
+    room, n = getattr(model.config, "max_position_embeddings", None), ids.shape[1]
+    if room is not None and n + tokens > room:
         raise ValueError(
-            f"the prompt's {ids.shape[1]} tokens and {tokens} new ones do not fit the model's "
-            f"{room}"
+            f"the prompt's {n} tokens and {tokens} new ones do not fit the model's {room}"
         )
-    settings: dict[str, Any] = {"do_sample": seed is not None, "max_new_tokens": tokens}
-    settings["pad_token_id"] = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    settings: dict[str, Any] = {
+        "attention_mask": torch.ones_like(ids),
+        "do_sample": seed is not None,
+        "max_new_tokens": tokens,
+        "pad_token_id": tokenizer.pad_token_id or 0,
+    }
     forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with evaluating(model), forked:
         if seed is not None:
             torch.manual_seed(seed)
-        out = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), **{**settings, **generation}
-        )
+        out = model.generate(input_ids=ids, **{**settings, **generation})
     return tokenizer.decode(out[0], skip_special_tokens=True)

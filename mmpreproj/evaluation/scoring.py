@@ -152,15 +152,12 @@ class Scorer:
             spans = windows(len(ids), window, stride)
             asked.append([Request(ids[start:end], scored) for start, end, scored in spans])
         scores = iter(self.score(list(itertools.chain(*asked)), progress))
-        found = [list(itertools.islice(scores, len(requests))) for requests in asked]
-        return [
-            Score(
-                math.fsum(s.logprob for s in parts),
-                all(s.greedy for s in parts),
-                sum(s.n_tokens for s in parts),
-            )
-            for parts in found
-        ]
+        found = []
+        for requests in asked:
+            parts = [dataclasses.astuple(next(scores)) for _ in requests]
+            logprobs, greedy, n_tokens, _ = zip(*parts, strict=True)
+            found.append(Score(math.fsum(logprobs), all(greedy), sum(n_tokens)))
+        return found
 
     @torch.no_grad()
     def score(self, requests: Sequence[Request], progress: bool = False) -> list[Score]:
@@ -175,7 +172,7 @@ class Scorer:
                 "%d of %d contexts lost tokens at their left: the model reads %d at once",
                 *(cut, len(requests), self.max_length),
             )
-        found: dict[int, Score] = {}
+        found: dict[int, Score] = {}  # by the request itself, which may stand at several places
         bar = tqdm(total=len(requests), desc="scoring", disable=None if progress else True)
         with evaluating(self.model), bar:
             groups = by_context(requests)
@@ -205,20 +202,20 @@ class Scorer:
             ends = [request.n_scored for request in group]
             context, alone = len(group[0].ids) - ends[0], len(group) == 1
             length = context + ends[0] - 1 if alone else max(context, sum(ends))
-            sized.append((alone, -length, context, max(ends) - 1, group))
+            sized.append((alone, length, context, max(ends) - 1, group))
         batch: list[Group] = []
         longest = contexts = ends = 0
-        for alone, size, context, end, group in sorted(sized, key=lambda sizes: sizes[:2]):
+        for alone, length, context, end, group in sorted(sized, key=lambda s: (s[0], -s[1])):
             contexts, ends = max(contexts, context), max(ends, end)
             if batch:
                 full = len(batch) == (self.batch_size or max(1, self.batch_tokens // longest))
                 wide = not alone and contexts + ends > self.max_length
-                another = alone != (len(batch[0]) == 1) or (self.rotary and -size != longest)
-                if full or wide or another:
+                other = alone != (len(batch[0]) == 1) or (self.rotary and length != longest)
+                if full or wide or other:
                     yield batch
                     batch = []
             if not batch:
-                longest, contexts, ends = -size, context, end
+                longest, contexts, ends = length, context, end
             batch.append(group)
         if batch:
             yield batch

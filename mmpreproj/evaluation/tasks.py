@@ -19,13 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from mmpreproj.evaluation.items import (
-    HUB,
-    ChoiceItem,
-    LambadaItem,
-    read_choices,
-    read_lambada,
-)
+from mmpreproj.evaluation.items import ChoiceItem, LambadaItem, read_choices, read_lambada
 from mmpreproj.evaluation.scoring import Scorer
 
 if TYPE_CHECKING:
@@ -109,13 +103,11 @@ def choices(
         values = [value / len(choice) for value, choice in zip(values, item.choices, strict=True)]
         normalised += values.index(max(values)) == item.gold
         n_cut += any(score.n_cut for score in found)
-    rules = (
-        f"highest log-likelihood{by}; the first of equals" for by in ("", " / number of characters")
-    )
+    by_length = "highest log-likelihood / number of characters; the first of equals"
     return {
         "task": name,
-        "accuracy": _accuracy(raw, len(items), next(rules)),
-        "accuracy_normalised": _accuracy(normalised, len(items), next(rules)),
+        "accuracy": _accuracy(raw, len(items), "highest log-likelihood; the first of equals"),
+        "accuracy_normalised": _accuracy(normalised, len(items), by_length),
         "n_choices": len(pairs),
         "n_cut": n_cut,
         "scorer": scorer.describe(),
@@ -335,7 +327,7 @@ def _number(value: float | None) -> str:
 
 def _read_text(source: str) -> str:
     path = Path(source).expanduser()
-    if source.startswith(HUB) or path.is_dir():
+    if path.is_dir() or source.startswith("hf:"):
         kind = "the folder " if path.is_dir() else ""
         raise ValueError(f"perplexity takes one text file, found {kind}{source}")
     if not path.exists():
