@@ -285,3 +285,10 @@ def test_a_candidate_without_the_figure_is_never_the_best(goal):
     choice = Choice(by="validation.loss.value", goal=goal)
     assert choice.best([None, 2.0, float("nan"), 3.0]) == (1 if goal == "min" else 3)
     assert choice.best([None, None]) is None
+
+
+def test_the_records_in_docs_give_the_table_there():
+    """Their folders are named after what the runs were made of, configs/probe.yaml included."""
+    root = Path(__file__).parents[1]
+    study, results = Study.read(root / "configs/studies/probe.yaml"), root / "docs/results"
+    assert markdown(study, summarise(study, results)) == (results / "probe.md").read_text()
