@@ -16,7 +16,8 @@ from text_data import character_tokenizer
 
 import mmpreproj
 from mmpreproj.backbones.lm import load_language_model
-from mmpreproj.evaluation import Scorer, continue_text, lambada, read_lambada
+from mmpreproj.evaluation import Scorer, lambada, read_lambada
+from mmpreproj.evaluation.encoding import continue_text
 from mmpreproj.training import load_run
 from mmpreproj.training.cli import main
 from mmpreproj.training.evaluate import evaluate_main
