@@ -19,7 +19,7 @@ from evaluation_models import (  # noqa: E402
 from transformers_models import tiny  # noqa: E402
 
 from mmpreproj.backbones.lm.lm_tokenizer import tokenizer_hash  # noqa: E402
-from mmpreproj.evaluation import Scorer, scoring  # noqa: E402
+from mmpreproj.evaluation import Scorer, perplexity, scoring  # noqa: E402
 from mmpreproj.evaluation.encoding import Request, windows  # noqa: E402
 
 WORDS = TEXT.split()
@@ -300,7 +300,8 @@ def test_a_text_in_windows_sums_what_each_window_sees():
     tokenizer = byte_tokenizer()
     scorer = Scorer(position_model(table, vocabulary), tokenizer)
     assert scorer.max_length == 10
-    ids = list(b"a text of 25 bytes, by hand"[:25])
+    text = "a text of 25 bytes, by hand"[:25]
+    ids = tokenizer(text)["input_ids"]
     logprobs = table.double().log_softmax(-1)
     # Reads 0-9, scores 1-10; then reads 5-14, scores the last five (at positions 5-9); and so on
     expected = sum(logprobs[position, ids[position + 1]] for position in range(10))
@@ -308,21 +309,22 @@ def test_a_text_in_windows_sums_what_each_window_sees():
         expected += sum(logprobs[position, ids[first + position + 1]] for position in range(5, 10))
     # four are left: the window still reads ten
     expected += sum(logprobs[position, ids[14 + position + 1]] for position in range(6, 10))
-    (score,) = scorer.in_windows([ids], window=10, stride=5)
-    assert score.n_tokens == 24
-    assert score.logprob == pytest.approx(expected.item(), abs=1e-4)
+    found = perplexity(scorer, text, window=10, stride=5)
+    assert found["token_perplexity"]["n"] == 24
+    assert -found["nll_sum"] == pytest.approx(expected.item(), abs=1e-4)
 
 
 def test_a_memoryless_models_score_is_the_same_for_every_stride():
     vocabulary = 258
     table = torch.randn(vocabulary, vocabulary)
     scorer = Scorer(bigram_model(table), byte_tokenizer())
-    ids = list(b"the small stone in his hand")
+    text = "the small stone in his hand"
+    ids = scorer.tokenizer(text)["input_ids"]
     expected = sum(table[a].double().log_softmax(-1)[b] for a, b in zip(ids, ids[1:], strict=False))
     for window, stride in ((10, 1), (10, 5), (10, 10), (64, 32)):
-        (score,) = scorer.in_windows([ids], window, stride)
-        assert score.n_tokens == len(ids) - 1
-        assert score.logprob == pytest.approx(expected.item(), abs=1e-3)
+        found = perplexity(scorer, text, stride, window)
+        assert found["token_perplexity"]["n"] == len(ids) - 1
+        assert -found["nll_sum"] == pytest.approx(expected.item(), abs=1e-3)
 
 
 def test_uniform_logits_give_the_logarithm_of_the_vocabulary_and_the_lowest_id_is_greedy():

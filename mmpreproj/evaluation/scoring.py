@@ -32,14 +32,7 @@ from tqdm import tqdm
 from mmpreproj.backbones.lm.lm_head import hidden_states, lm_head_of
 from mmpreproj.backbones.lm.lm_tokenizer import tokenizer_hash
 from mmpreproj.backbones.modes import evaluating
-from mmpreproj.evaluation.encoding import (
-    Encoder,
-    Request,
-    by_context,
-    max_length_of,
-    partition,
-    windows,
-)
+from mmpreproj.evaluation.encoding import Encoder, Request, by_context, max_length_of, partition
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -130,34 +123,6 @@ class Scorer:
                 model reads at once; or as `score`.
         """
         return self.score(self.encoder.pairs(pairs), progress)
-
-    def in_windows(
-        self, sequences: Sequence[list[int]], window: int, stride: int, progress: bool = False
-    ) -> list[Score]:
-        """Scores of token sequences, all tokens but the first of each (see `windows`).
-
-        Raises:
-            ValueError: a sequence has fewer than two tokens, or the window exceeds max_length; or
-                as `score`.
-        """
-        if not 1 <= window <= self.max_length:
-            raise ValueError(
-                f"the window must be from 1 to the {self.max_length} tokens that the model reads "
-                f"at once, found {window}"
-            )
-        asked = []
-        for index, ids in enumerate(sequences):
-            if len(ids) < 2:
-                raise ValueError(f"text {index} has no tokens to score")
-            spans = windows(len(ids), window, stride)
-            asked.append([Request(ids[start:end], scored) for start, end, scored in spans])
-        scores = iter(self.score(list(itertools.chain(*asked)), progress))
-        found = []
-        for requests in asked:
-            parts = [dataclasses.astuple(next(scores)) for _ in requests]
-            logprobs, greedy, n_tokens, _ = zip(*parts, strict=True)
-            found.append(Score(math.fsum(logprobs), all(greedy), sum(n_tokens)))
-        return found
 
     @torch.no_grad()
     def score(self, requests: Sequence[Request], progress: bool = False) -> list[Score]:

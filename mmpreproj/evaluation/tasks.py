@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from mmpreproj.evaluation.encoding import Request, windows
 from mmpreproj.evaluation.items import ChoiceItem, LambadaItem, read_choices, read_lambada
 from mmpreproj.evaluation.scoring import Scorer
 
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
 TASKS = ("lambada", "choices", "perplexity")
 Unit = Literal["token", "word", "byte"]
 UNITS: tuple[Unit, ...] = ("token", "word", "byte")
+# How the figures of a result are shown on a line; the first of them gives the n.
+_SHOWN = {
+    "accuracy": ("accuracy", ".2%"),
+    "accuracy_normalised": ("normalised", ".2%"),
+    "perplexity": ("perplexity", ",.3f"),
+    **{f"{unit}_perplexity": (f"per {unit}", ",.3f") for unit in UNITS},
+}
 
 
 def lambada(
@@ -143,13 +151,21 @@ def perplexity(
         raise ValueError("there are no texts to take the perplexity of")
     window = scorer.max_length if window is None else window
     stride = max(1, window // 2) if stride is None else stride
-    sequences = scorer.encoder.encode(texts)
+    if not 1 <= window <= scorer.max_length:
+        raise ValueError(
+            f"the window must be from 1 to the {scorer.max_length} tokens that the model reads at "
+            f"once, found {window}"
+        )
     bos = scorer.encoder.prefix
-    rests = [
-        text if bos and ids[: len(bos)] == bos else _behind_first(scorer.tokenizer, text, ids)
-        for text, ids in zip(texts, sequences, strict=True)
-    ]
-    scores = scorer.in_windows(sequences, window, stride, progress)
+    requests, rests = [], []
+    for index, (text, ids) in enumerate(zip(texts, scorer.encoder.encode(texts), strict=True)):
+        if len(ids) < 2:
+            raise ValueError(f"text {index} has no tokens to score")
+        spans = windows(len(ids), window, stride)
+        requests.extend(Request(ids[start:end], n_scored) for start, end, n_scored in spans)
+        whole = bos and ids[: len(bos)] == bos
+        rests.append(text if whole else _behind_first(scorer.tokenizer, text, ids))
+    scores = scorer.score(requests, progress)
     nll = -math.fsum(score.logprob for score in scores)
     counts = {
         "token": sum(score.n_tokens for score in scores),
@@ -306,23 +322,12 @@ def task_line(result: dict[str, Any]) -> str:
     """The figures of one evaluation on a line."""
     if "error" in result:
         return f"failed: {result['error']}"
-    parts = []
-    for key, label in (("accuracy", "accuracy"), ("accuracy_normalised", "normalised")):
-        if key in result:
-            parts.append(f"{label} {result[key]['value']:.2%}")
-            n = result[key]["n"]
-    if isinstance(result.get("perplexity"), dict):
-        parts.append(f"perplexity {_number(result['perplexity']['value'])}")
-    for unit in UNITS:
-        figure = result.get(f"{unit}_perplexity")
-        if figure:
-            parts.append(f"per {unit} {_number(figure['value'])}")
-            n = result["token_perplexity"]["n"]
-    return f"{', '.join(parts)}  n = {n:,}"
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.3f}"
+    figures = [(*shown, result[key]) for key, shown in _SHOWN.items() if key in result]
+    parts = [
+        f"{label} {'–' if figure['value'] is None else format(figure['value'], form)}"
+        for label, form, figure in figures
+    ]
+    return f"{', '.join(parts)}  n = {figures[0][-1]['n']:,}"
 
 
 def _read_text(source: str) -> str:
