@@ -90,6 +90,27 @@ def test_generation_is_that_of_the_harness(keywords):
     found = MMPreProjLM(model, tokenizer, batch_size=4).generate_until(asked)
     assert found == theirs.generate_until(asked, disable_tqdm=True)
     assert len(set(found)) > 3 and not any("e" in text or " st" in text for text in found[:6])
+    assert tokenizer.pad_token == keywords.get("pad_token")  # the user's stays as it is
+
+
+def test_a_token_across_the_join_leaves_the_continuations_own_where_the_harness_stops():
+    tokenizer = byte_tokenizer(merges=60, bos=True)
+    theirs, ours = pair_of(random_model("llama", tokenizer), tokenizer)
+    asked = requests("loglikelihood", ("a sm", "all"))  # " small" is one token, " sm" two
+    with pytest.raises(AssertionError):
+        theirs.loglikelihood(asked, disable_tqdm=True)
+    (score,) = ours.scorer.loglikelihood([("a sm", "all")])
+    assert ours.loglikelihood(asked) == [(score.logprob, score.greedy)]
+
+
+def test_a_model_in_training_is_evaluated_without_dropout_and_stays_in_training():
+    tokenizer = byte_tokenizer(merges=60, bos=True)
+    model = random_model("gpt2", tokenizer, resid_pdrop=0.9)
+    asked = requests("generate_until", ("The old man", {"until": ["."], "max_gen_toks": 9}))
+    expected = MMPreProjLM(model, tokenizer).generate_until(asked)
+    model.train()
+    assert MMPreProjLM(model, tokenizer).generate_until(asked) == expected
+    assert all(module.training for module in model.modules())
 
 
 def test_generation_ends_at_eos_and_at_special_stop_strings():

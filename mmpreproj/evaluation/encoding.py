@@ -28,6 +28,8 @@ from mmpreproj.backbones.modes import evaluating
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+__all__ = ["Encoder", "Request", "continue_text", "max_length_of", "windows"]
+
 # What a model's configuration calls the longest text that it reads.
 _LENGTHS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
 # Without a limit of its own (ALiBi, or none set): what the harness takes, too.

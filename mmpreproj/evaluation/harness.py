@@ -19,6 +19,7 @@ from torch import nn
 
 import mmpreproj
 from mmpreproj.backbones.lm import load_with_adapter
+from mmpreproj.backbones.modes import evaluating
 from mmpreproj.evaluation.scoring import Scorer
 from mmpreproj.messages import need
 
@@ -28,9 +29,12 @@ from lm_eval.api.registry import register_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
 if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
     from transformers import PreTrainedTokenizerBase
 
-# Prompts continued at once, and texts in windows handed over, where no batch size is given.
+__all__ = ["MMPreProjLM"]
+
+# Prompts continued at once, and windows of texts taken together, where no batch size is given.
 BATCH_SIZE = 16
 
 
@@ -85,13 +89,14 @@ class MMPreProjLM(HFLM):
         self.scorer = Scorer(
             model, tokenizer, max_length=max_length, add_bos=add_bos_token, batch_size=rows
         )
-        super().__init__(
-            model,
-            tokenizer=copy.deepcopy(tokenizer),  # which gets a padding token if it has none
-            batch_size=rows or BATCH_SIZE,
-            max_length=self.scorer.max_length,
-            add_bos_token=add_bos_token,
-        )
+        with evaluating(model):
+            super().__init__(
+                model,
+                tokenizer=copy.deepcopy(tokenizer),  # which gets a padding token if it has none
+                batch_size=rows or BATCH_SIZE,
+                max_length=self.scorer.max_length,
+                add_bos_token=add_bos_token,
+            )
 
     def _loglikelihood_tokens(
         self,
@@ -112,6 +117,11 @@ class MMPreProjLM(HFLM):
             if pair:
                 self.cache_hook.add_partial("loglikelihood", pair, value)
         return found
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What the model, in eval mode, writes after each context, up to a task's stop strings."""
+        with evaluating(self.model):
+            return super().generate_until(requests, disable_tqdm)
 
     def get_model_info(self) -> dict[str, Any]:
         """How it was scored, beside the harness's own facts."""

@@ -30,6 +30,8 @@ from typing import Any, BinaryIO, TypeVar
 
 from mmpreproj.messages import need
 
+__all__ = ["ChoiceItem", "LambadaItem", "read_choices", "read_lambada"]
+
 HUB = "hf:"
 _JSON = (".jsonl", ".json", ".ndjson")
 _PACKED = (".gz", ".bz2", ".xz")

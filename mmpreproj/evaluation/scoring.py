@@ -37,6 +37,8 @@ from mmpreproj.evaluation.encoding import Encoder, Request, by_context, max_leng
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+__all__ = ["Score", "Scorer"]
+
 _logger = logging.getLogger(__name__)
 
 # Logits held at once (2**25 numbers, 128 MiB in float32), whatever the batch.

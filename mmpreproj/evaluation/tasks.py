@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import math
 import re
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,9 @@ from mmpreproj.evaluation.scoring import Scorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+__all__ = ["EvaluationConfig", "choices", "lambada", "perplexity", "perplexity_ratio"]
+__all__ += ["read_suite", "run_suite", "task_line"]
 
 TASKS = ("lambada", "choices", "perplexity")
 Unit = Literal["token", "word", "byte"]
@@ -275,8 +279,8 @@ def read_suite(configs: Mapping[str, EvaluationConfig]) -> dict[str, Any]:
             raise type(error)(f"evaluation {name!r}: {error}") from error
         if config.task == "perplexity" and config.limit is not None:
             words = itertools.islice(re.finditer(r"\S+", found[name]), config.limit)
-            (last,) = collections.deque(words, maxlen=1)
-            found[name] = found[name][: last.end()]
+            last = collections.deque(words, maxlen=1)
+            found[name] = found[name][: last[0].end()] if last else ""
     return found
 
 
@@ -368,7 +372,4 @@ def _accuracy(correct: int, n: int, rule: str) -> dict[str, Any]:
 
 def _exp(value: float) -> float | None:
     """exp, or None where no float can hold it."""
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return None
+    return math.exp(value) if value < math.log(sys.float_info.max) else None
