@@ -2,6 +2,7 @@
 
 import timm
 import torch
+from torchvision.models.feature_extraction import create_feature_extractor
 
 import mmpreproj
 
@@ -54,3 +55,13 @@ def perturb(model, std=0.1):
         for parameter in module.parameters():
             parameter.normal_(std=std)
     return model
+
+
+def traced_by_fx(model, output="head"):
+    """The model traced by torch.fx as timm's own tests do: {output: tensor} of an input."""
+    tracer = {
+        "leaf_modules": timm.models.get_notrace_modules(),
+        "autowrap_functions": timm.models.get_notrace_functions(),
+        "param_shapes_constant": True,
+    }
+    return create_feature_extractor(model, [output], tracer_kwargs=tracer)

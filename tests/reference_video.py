@@ -101,9 +101,9 @@ def video_logits(clips, w, depth, heads, eps, size=2, patch=16, divided=False, t
     w = {name: np.asarray(value, dtype=np.float64) for name, value in w.items()}
     x, grid = tubelets(np.asarray(clips, dtype=np.float64), w, size, patch)
     head_dim = x.shape[-1] // heads
-    prefix = int("cls_token" in w)
-    if prefix:
-        x = np.concatenate([np.broadcast_to(w["cls_token"], (len(x), 1, x.shape[2])), x], axis=1)
+    tokens = [w[name][0] for name in ("cls_token", "reg_token") if name in w]
+    prefix = sum(map(len, tokens))
+    x = np.stack([np.concatenate([*tokens, clip]) for clip in x])
     for index in range(depth):
         block = f"blocks.{index}"
         if divided:
@@ -114,4 +114,4 @@ def video_logits(clips, w, depth, heads, eps, size=2, patch=16, divided=False, t
             rope = turned(angles(grid, head_dim, time=time))
             x = block_output(x, w, block, heads, eps, rope, prefix)
     x = layer_norm(x, w, "norm", eps)
-    return linear(x[:, 0] if prefix else x.mean(1), w, "head")
+    return linear(x[:, 0] if "cls_token" in w else x[:, prefix:].mean(1), w, "head")

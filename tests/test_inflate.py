@@ -24,7 +24,8 @@ def image_model(kind="timm", *, num_classes=5, img_size=(32, 48), **kwargs):
     model = timm.create_model(name, use_fc_norm=False, **kwargs)
     randomise_base(model)
     for name, parameter in model.named_parameters():
-        if "qkv.weight" in name:  # attention that is far from uniform
+        if name.endswith(("qkv.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            # attention that is far from uniform
             nn.init.normal_(parameter, std=1.5 * parameter.shape[1] ** -0.5)
         if name == "head.weight":
             nn.init.normal_(parameter, std=0.1)
@@ -49,6 +50,7 @@ EQUAL_MODES = {
     "divided-avg": {**AVG, "attention": "divided"},
     "divided-token": {"attention": "divided"},
     "divided-token-avg": {"attention": "divided", "global_pool": "avg"},
+    "divided-registers": {"attention": "divided", "num_reg_tokens": 2, "qkv_fused": False},
 }
 
 
@@ -56,8 +58,8 @@ EQUAL_MODES = {
 @pytest.mark.parametrize("mode", EQUAL_MODES)
 def test_static_clip_gives_the_image_models_logits(kind, mode):
     kwargs = EQUAL_MODES[mode]
-    pooling = {key: value for key, value in kwargs.items() if key in AVG}
-    image = image_model(kind, **pooling)
+    shared = {key: value for key, value in kwargs.items() if key not in ("attention", "rope_time")}
+    image = image_model(kind, **shared)
     video = video_model(**kwargs)
     from_image_model(video, image.state_dict())
     images = torch.randn(3, 3, 32, 48)

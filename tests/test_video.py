@@ -80,7 +80,14 @@ def test_model_starts_equal_to_the_plain_one_and_detach_gives_it_back(attention)
 @each_attention
 @pytest.mark.parametrize("pooling", [{}, AVG], ids=["token", "avg"])
 @pytest.mark.parametrize(
-    "parts", [{}, {"content_skip": False}, {"pre_projection": False}, {"rope_time": False}]
+    "parts",
+    [
+        {},
+        {"content_skip": False},
+        {"pre_projection": False},
+        {"rope_time": False},
+        {"num_reg_tokens": 2},
+    ],
 )
 def test_models_agree_with_the_float64_reference(attention, pooling, parts):
     model = build(attention, **pooling, **parts).double()
@@ -171,8 +178,11 @@ def test_options_that_do_not_go_together_are_refused():
     for kwargs, message in (
         ({"attention": "axial"}, "'joint' or 'divided', found 'axial'"),
         ({"class_token": False}, "use global_pool='avg'"),
-        ({"global_pool": "max"}, "found 'max'"),
+        ({"global_pool": "median"}, "found 'median'"),
         ({"attention": "divided", "patch_drop_rate": 0.5}, "needs attention='joint'"),
+        ({"attention": "divided", "init_values": 1e-5}, "needs attention='joint'"),
+        ({"use_abs_pos_emb": True}, "use_abs_pos_emb is False; rope_temperature and rope_time"),
+        ({"rope_type": "mixed"}, "rope_type is 'cat'"),
         ({"num_heads": 5}, "embed_dim=96 does not divide"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -205,6 +215,11 @@ def test_order_of_tubelets_is_seen_through_time_alone():
         {"num_classes": 0},
         {"drop_path_rate": 0.2, "proj_drop_rate": 0.1, "pos_drop_rate": 0.1, "drop_rate": 0.1},
         {"attn_drop_rate": 0.1},
+        {"num_reg_tokens": 2, "dynamic_img_size": True},
+        {"global_pool": "map"},
+        {"global_pool": "avgmax", "use_fc_norm": True, "use_pre_transformer_norm": True},
+        {"qkv_fused": False, "qk_norm": True, "num_kv_heads": 1},
+        {"attn_type": "eva", "swiglu_mlp": True, "scale_mlp": True},
     ],
     ids=lambda kwargs: "-".join(kwargs),
 )

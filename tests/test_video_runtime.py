@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from helpers import traced_by_fx
 from torch import nn
 from video_models import build, clips, each_attention
 
@@ -54,6 +55,18 @@ def test_export_gives_the_same_numbers(attention):
     expected = model(x)
     program = torch.export.export(model, (x,))
     assert torch.allclose(program.module()(x), expected, atol=1e-5)
+
+
+@each_attention
+def test_a_graph_by_fx_equals_the_model_at_other_sizes_and_trains_every_parameter(attention):
+    model = build(attention, num_reg_tokens=2)
+    graph = traced_by_fx(model)
+    for frames, size in ((8, (32, 48)), (4, (48, 32))):
+        x = clips(model, frames=frames, size=size)
+        assert torch.equal(graph(x)["head"], model(x))
+    graph.train()(x)["head"].square().sum().backward()
+    assert len(list(graph.parameters())) == len(list(model.parameters()))
+    assert all(p.grad is not None for p in graph.parameters())
 
 
 def test_inference_before_training_leaves_training_possible():

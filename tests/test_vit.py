@@ -1,4 +1,11 @@
-"""`vit_preproj_*` in timm's registry: what a timm user expects of a model."""
+"""`vit_preproj_*` in timm's registry: what a timm user expects of a model.
+
+timm's own tests/test_models.py (at aa4b5850) passed for every `vit_preproj_*` and, with clips of
+four frames as input, for every `video_vit_preproj_*`, joint and divided. Left out are
+torch.jit.script; the three tests that read weights of timm's hub (here files do); and
+test_model_default_cfgs, for models that end in a map of features (timm leaves its own vit_* out of
+it by name; test_model_default_cfgs_non_std is the one for those and these).
+"""
 
 import io
 import shutil
@@ -9,7 +16,7 @@ import pytest
 import timm
 import timm.optim
 import torch
-from helpers import perturb, randomise_base
+from helpers import perturb, randomise_base, traced_by_fx
 from torch import nn
 
 import mmpreproj
@@ -70,6 +77,18 @@ def test_method_keywords_reach_every_block():
     assert preproj_modules(low)["blocks.0.attn.preproj"].down.weight.any()
     with pytest.raises(ValueError, match="there is no block 7 in a stack of 3"):
         timm.create_model(NAME, depth=3, layers=[7])
+
+
+@pytest.mark.parametrize("name", [NAME, f"video_{NAME}"])
+def test_keywords_of_other_vits_name_the_one_to_use(name):
+    for keywords, use in (
+        ({"reg_tokens": 4}, "use 'num_reg_tokens'"),
+        ({"pre_norm": True}, "use 'use_pre_transformer_norm'"),
+        ({"expension": 2.0}, "did you mean 'expansion'"),
+        ({"embed_dims": 96}, "did you mean 'embed_dim'"),
+    ):
+        with pytest.raises(TypeError, match=f"{next(iter(keywords))}.*{use}"):
+            timm.create_model(name, device="meta", **keywords)
 
 
 def test_with_both_parts_off_it_is_the_base():
@@ -286,6 +305,16 @@ def test_export_and_onnx_give_the_same_numbers(tmp_path):
     with pytest.raises(Exception, match="(?i)dimension|shape"):  # another size is refused
         wrong = np.zeros((2, 3, 48, 48), dtype=np.float32)
         session.run(None, {session.get_inputs()[0].name: wrong})
+
+
+def test_a_graph_by_fx_equals_the_model_and_trains_every_parameter():
+    model = build()
+    x = torch.randn(2, 3, 32, 32)
+    graph = traced_by_fx(model)
+    assert torch.equal(graph(x)["head"], model(x))
+    graph.train()(x)["head"].square().sum().backward()
+    assert len(list(graph.parameters())) == len(list(model.parameters()))
+    assert all(p.grad is not None for p in graph.parameters())
 
 
 def test_traced_model_equals_eager_at_its_size():

@@ -12,6 +12,7 @@ identity.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from timm.models.eva import checkpoint_filter_fn as eva_checkpoint_filter_fn
 from torch import Tensor, nn
 
 from mmpreproj.attach import attach, preproj_modules
+from mmpreproj.messages import did_you_mean
 from mmpreproj.preproj import PreProjConfig
 
 __all__ = ["PreProjVisionTransformer"]
@@ -49,12 +51,32 @@ ROPE_VIT = {
 # Options of PreProjConfig that are not keywords of a model: it knows its attentions, and `dtype`
 # and `attention` say something else there.
 _NOT_KEYWORDS = ("dtype", "attention", "join")
+# Keywords of timm's VisionTransformer that Eva calls otherwise.
+_OF_VIT = {
+    "reg_tokens": "num_reg_tokens",
+    "fc_norm": "use_fc_norm",
+    "pre_norm": "use_pre_transformer_norm",
+    "final_norm": "use_post_transformer_norm",
+    "scale_attn_norm": "scale_attn_inner",
+    "scale_mlp_norm": "scale_mlp",
+    "pos_embed": "use_abs_pos_emb",
+}
 
 
 def method_of(keywords: dict[str, Any]) -> PreProjConfig:
-    """The options of the method among a model's keywords, which are taken out of them."""
+    """The options of the method among a model's keywords, which are taken out of them.
+
+    Raises:
+        TypeError: if one of the others is not a keyword of `Eva`, naming the one to use.
+    """
     names = {field.name for field in dataclasses.fields(PreProjConfig)} - set(_NOT_KEYWORDS)
-    return PreProjConfig(**{name: keywords.pop(name) for name in names & keywords.keys()})
+    config = PreProjConfig(**{name: keywords.pop(name) for name in names & keywords.keys()})
+    known = inspect.signature(Eva).parameters
+    for name in keywords.keys() - known.keys():
+        use = _OF_VIT.get(name)
+        hint = f"; use {use!r}" if use else did_you_mean(name, [*known, *names])
+        raise TypeError(f"{name!r} is not a keyword of timm's Eva, which this model is{hint}")
+    return config
 
 
 class PreProjVisionTransformer(Eva):

@@ -34,11 +34,11 @@ __all__ = ["PreProjVideoTransformer"]
 
 # Names that timm's feature wrapper uses for maps, and what they are for a clip.
 FEATURE_FORMATS = {"NCHW": "NCTHW", "NHWC": "NTHWC"}
+POOLS = ("token", "avg", "max", "avgmax", "map", "")  # Eva's
 # Keywords of Eva about positions, which are rotary here and of three axes, and what they may be.
 _POSITIONS = {
     "use_abs_pos_emb": False,
     "use_rot_pos_emb": True,
-    "no_embed_class": False,
     "rope_type": "cat",
     "rope_grid_offset": 0.0,
     "rope_grid_indexing": "xy",
@@ -129,7 +129,8 @@ class PreProjVideoTransformer(Eva):
         pad: pad clips that do not divide into tubelets (`TubeletEmbed` says how), else refuse them.
         image_weights: file of an image model's weights to start from.
         keywords: those of `vit_preproj_*`: timm's `Eva`'s, and the options of `PreProjConfig` by
-            name. Prefix tokens (class and register tokens) are never rotated.
+            name. Prefix tokens (class and register tokens) are never rotated. `dynamic_img_size`
+            changes nothing, and `dynamic_img_pad` is `pad`.
 
     Shape: clips [B, C, T, H, W] -> logits [B, num_classes].
     Raises: ValueError naming what does not go together; in forward, what does not divide.
@@ -277,8 +278,8 @@ def _check(attention: str, arguments: dict[str, Any]) -> None:
 
 
 def _check_pool(global_pool: str, class_token: bool) -> None:
-    if global_pool not in ("token", "avg", ""):
-        raise ValueError(f"global_pool must be 'token', 'avg' or '', found {global_pool!r}")
+    if global_pool not in POOLS:
+        raise ValueError(f"global_pool must be one of {POOLS}, found {global_pool!r}")
     if global_pool == "token" and not class_token:
         raise ValueError(
             "global_pool='token' needs the class token; use global_pool='avg' with "
