@@ -2,20 +2,17 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 from scipy.stats import binomtest
-from training_data import classifier, trainer
+from training_data import TOOLS, classifier, tool_main, trainer
 
 from mmpreproj.data import DigitsDataModule
 from mmpreproj.data.image.digits import load_digits
-from mmpreproj.training.evaluate import evaluate_main, split_overrides
-from mmpreproj.training.predict import predict_main
 
-TOOLS = Path(__file__).parent.parent / "tools"
+evaluate_main, predict_main = tool_main("evaluate"), tool_main("predict")
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +61,7 @@ def test_evaluation_refuses_what_it_does_not_know(run):
 
 
 def test_overrides_are_taken_from_the_command_line():
+    split_overrides = evaluate_main.__globals__["split_overrides"]
     words = ["--data.root", "a b", "--data.x=1", "--data.init_args.y", "z"]
     assert split_overrides(words) == {"root": "a b", "x": "1", "y": "z"}
     with pytest.raises(ValueError, match="--data.root needs a value"):

@@ -13,6 +13,7 @@ from clip_files import video_folder
 from PIL import Image
 from test_training_language import llama
 from text_data import character_tokenizer
+from training_data import tool_main
 
 import mmpreproj
 from mmpreproj.backbones.lm import load_language_model
@@ -20,8 +21,8 @@ from mmpreproj.evaluation import Scorer, lambada, read_lambada
 from mmpreproj.evaluation.encoding import continue_text
 from mmpreproj.training import load_run
 from mmpreproj.training.cli import main
-from mmpreproj.training.evaluate import evaluate_main
-from mmpreproj.training.predict import predict_main
+
+evaluate_main, predict_main = tool_main("evaluate"), tool_main("predict")
 
 
 def train(tmp_path, config, *words):

@@ -10,8 +10,7 @@ import torch
 import yaml
 
 from mmpreproj.training import ImageClassifier, load_run
-from mmpreproj.training.callbacks import Clock
-from mmpreproj.training.checkpoints import BestCheckpoint
+from mmpreproj.training.callbacks import BestCheckpoint, Clock
 from mmpreproj.training.cli import TrainCLI, find_resumed, main, split_arguments
 
 CONFIG = """
@@ -205,7 +204,7 @@ def test_without_a_validation_part_the_last_epoch_is_the_best(tmp_path):
     folder = main(["tiny.yaml", "--data.val_fraction", "0", "--trainer.max_epochs", "2"])
     record = json.loads((folder / "record.json").read_text())
     assert record["checkpoint"]["which"] == "last" and record["checkpoint"]["epoch"] == 1
-    assert "no validation part" in record["checkpoint"]["why"]
+    assert "no validation split" in record["checkpoint"]["why"]
     assert record["validation"] is None and record["n"]["val"] is None
     assert not (folder / "checkpoints" / "best.ckpt").exists()
     module, _ = load_run(folder, "best")

@@ -36,6 +36,7 @@ def test_epoch_and_test_figures_equal_those_of_the_model_run_by_hand(tmp_path):
 
 
 def test_training_learns(tmp_path):
+    torch.manual_seed(0)
     module = classifier(optimizer={"lr": 3e-3, "weight_decay": 0.0})
     fit(module, TinyData(n=24, batch_size=8), tmp_path, max_epochs=30)
     assert module.history[-1]["train/loss"] < 0.3 * module.history[0]["train/loss"]

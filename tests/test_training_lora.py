@@ -6,7 +6,9 @@ from test_training_language import llama
 
 import mmpreproj
 from mmpreproj.preproj import PreProjConfig
-from mmpreproj.training.lora import LoraConfig, as_lora, attach_lora, count_new, solve_rank
+from mmpreproj.training.lora import LoraConfig, attach_lora, count_new, solve_rank
+from mmpreproj.training.recipe import as_config
+from mmpreproj.training.trained_module import as_plain
 
 
 def test_rank_by_arithmetic():
@@ -68,7 +70,7 @@ def test_lora_starts_as_the_base():
 
 def test_a_config_survives_as_plain_types():
     config = LoraConfig(rank=None, equal_to=PreProjConfig(expansion=2.0), scale=1.0)
-    assert as_lora(config.to_dict()) == config
+    assert as_config(LoraConfig, as_plain(config)) == config
     for wrong in ({"rank": None}, {"rank": 4, "equal_to": PreProjConfig()}, {"rank": 0}):
         with pytest.raises(ValueError, match="rank"):
             LoraConfig(**wrong)

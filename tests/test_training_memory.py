@@ -9,7 +9,7 @@ import pytest
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux")
 def test_peak_memory_is_this_processs_and_not_that_of_the_one_that_started_it():
-    child = "from mmpreproj.training.callbacks import peak_memory; print(peak_memory()['rss'])"
+    child = "from mmpreproj.analysis.records import peak_memory; print(peak_memory()['rss'])"
     parent = (
         "import subprocess, sys\n"
         "held = b'x' * 2**31\n"

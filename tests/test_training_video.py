@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from mmpreproj.training import VideoClassifier, load_run
-from mmpreproj.training.video import output_names, retimed
+from mmpreproj.training.video_classifier import output_names, retimed
 
 TINY = {
     "img_size": 16,

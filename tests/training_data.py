@@ -1,11 +1,16 @@
 """A tiny data module and model for the tests of training."""
 
+import importlib.util
+from pathlib import Path
+
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, Dataset
 
 from mmpreproj.data.sampling import EpochSampler, run_seed
 from mmpreproj.training import ImageClassifier
+
+TOOLS = Path(__file__).parents[1] / "tools"
 
 # Two blocks, 17 tokens: a forward pass takes about a millisecond.
 TINY_ARGS = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
@@ -74,3 +79,11 @@ def trainer(tmp_path, **kwargs):
         "default_root_dir": str(tmp_path),
     }
     return Trainer(**{**quiet, **kwargs})
+
+
+def tool_main(name):
+    """`main` of tools/NAME.py, which takes the words of the command line."""
+    spec = importlib.util.spec_from_file_location(f"{name}_tool", TOOLS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main

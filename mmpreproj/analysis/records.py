@@ -1,4 +1,4 @@
-"""One JSON record a run, and the intervals and spreads that its figures carry.
+"""One JSON record a run: where it ran, and the intervals and spreads that its figures carry.
 
 A figure that is missing is null or absent, never 0: NaN and infinity, which JSON cannot hold, are
 written as null.
@@ -6,18 +6,29 @@ written as null.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import os
+import platform
+import re
+import resource
+import shlex
 import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
+import mmpreproj
 from mmpreproj.files import write_whole
 
+PACKAGES = ("timm", "lightning", "torchmetrics", "numpy")
 Z_95 = 1.959963984540054  # standard normal quantile at 0.975
 
 
@@ -123,3 +134,52 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"{path} must hold a JSON object, found {type(record).__name__}")
     return record
+
+
+def environment(seed: int | None, device: str) -> dict[str, Any]:
+    """Versions, seed, device, git revision (None outside a checkout) and the command line."""
+    versions = {"python": platform.python_version(), "mmpreproj": mmpreproj.__version__}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    versions["torch"] = torch.__version__  # with its build, which the package's version leaves out
+    return {
+        "versions": versions,
+        "platform": platform.platform(),
+        "seed": seed,
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "git": git_revision(),
+        "command": shlex.join(sys.argv),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def git_revision() -> dict[str, Any] | None:
+    """Revision of the checkout that the package runs from, and whether it has changes."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(mmpreproj.__file__).parent), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
+    try:
+        # Installed into an environment that lies in someone's checkout, it is not that checkout.
+        if not git("ls-files", "--error-unmatch", "__init__.py"):
+            return None
+        return {"revision": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def peak_memory() -> dict[str, int | None]:
+    """Peak bytes of this process, and of its GPU where it has one."""
+    gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux: ru_maxrss starts at the peak of the process that started this one
+        if kib := re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE):
+            return {"rss": int(kib[1]) * 1024, "gpu": gpu}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"rss": peak if sys.platform == "darwin" else peak * 1024, "gpu": gpu}  # macOS: bytes

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from mmpreproj.training.image import ImageClassifier
+from mmpreproj.training.image_classifier import ImageClassifier
 from mmpreproj.training.recipe import MixConfig, OptimizerConfig, ScheduleConfig
 from mmpreproj.training.runs import load_run
-from mmpreproj.training.video import VideoClassifier
+from mmpreproj.training.video_classifier import VideoClassifier
 
 __all__ = [
     "ImageClassifier",
@@ -20,7 +20,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "LanguageModel":  # needs transformers, which images do without
-        from mmpreproj.training.language import LanguageModel
+        from mmpreproj.training.language_model import LanguageModel
 
         return LanguageModel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

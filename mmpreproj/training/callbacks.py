@@ -1,14 +1,13 @@
-"""Callbacks of a run: folder, order of data, clock, progress lines."""
+"""Callbacks of a run: its checkpoints and folder, the order of data, clock, progress lines."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
+import itertools
+import math
 import os
 import random
-import re
-import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,124 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 
-from mmpreproj.analysis.records import write_json
-from mmpreproj.training.checkpoints import RunCheckpoint
-from mmpreproj.training.runs import CHECKPOINTS, environment, new_run_folder
+from mmpreproj.analysis.records import environment, read_record, write_json
+from mmpreproj.files import write_whole
+
+CHECKPOINTS = "checkpoints"
+
+
+def checkpoint_path(folder: Path, which: str) -> Path:
+    """Where the "best" or the "last" checkpoint of a run is."""
+    return folder / CHECKPOINTS / f"{which}.ckpt"
+
+
+def new_run_folder(root: str | os.PathLike[str], name: str, seed: int | None) -> Path:
+    """Make `<root>/<name>/<YYYYmmdd-HHMMSS>-seed<seed>`; a taken name gets a number behind it."""
+    stamp = time.strftime("%Y%m%d-%H%M%S") + ("" if seed is None else f"-seed{seed}")
+    for attempt in itertools.count(1):
+        folder = Path(root) / name / (stamp if attempt == 1 else f"{stamp}-{attempt}")
+        try:
+            folder.mkdir(parents=True)  # fails where another run, perhaps at this very moment, is
+            return folder
+        except FileExistsError:
+            pass
+
+
+class RunCheckpoint(ModelCheckpoint):
+    """A checkpoint of the run's folder. The folder may have been moved since it was written."""
+
+    def __init__(self, filename: str, **kwargs: Any) -> None:
+        super().__init__(
+            filename=filename,
+            save_top_k=1,
+            auto_insert_metric_name=False,
+            enable_version_counter=False,
+            **kwargs,
+        )
+        self.best_epoch: int | None = None
+        self.best_loss = math.nan
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            Path(str(self.dirpath)).mkdir(parents=True, exist_ok=True)
+        super().setup(trainer, pl_module, stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"best_epoch": self.best_epoch, "best_loss": self.best_loss}
+        return super().state_dict() | own
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = dict(state_dict)
+        self.best_epoch = state.pop("best_epoch", None)
+        self.best_loss = state.pop("best_loss", math.nan)
+
+        def here(path: str) -> str:
+            return str(Path(str(self.dirpath)) / Path(path).name) if path else path
+
+        state["dirpath"] = self.dirpath  # else Lightning drops the best score of a moved run
+        for key in ("best_model_path", "kth_best_model_path", "last_model_path"):
+            state[key] = here(state.get(key, ""))
+        state["best_k_models"] = {here(k): v for k, v in state.get("best_k_models", {}).items()}
+        super().load_state_dict(state)
+
+
+class LastCheckpoint(RunCheckpoint):
+    """last.ckpt, at the end of every epoch, or every so many steps.
+
+    The one of epochs is also written when SIGTERM ends the run between two optimiser steps.
+    """
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        self.of_epochs = every_n_steps is None
+        when = (
+            {"every_n_train_steps": every_n_steps}
+            if every_n_steps
+            else {"every_n_epochs": 1, "save_on_train_epoch_end": True}
+        )
+        super().__init__("last", **when)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        stopped = isinstance(exception, SIGTERMException) and trainer.training
+        if not self.of_epochs or not stopped or trainer.global_step == 0:
+            return
+        if trainer.fit_loop.epoch_loop._should_accumulate():
+            return  # gradients of a part of a step, which a checkpoint does not hold
+        self._save_checkpoint(trainer, self.format_checkpoint_name({}))
+
+
+class BestCheckpoint(RunCheckpoint):
+    """best.ckpt: the best by a figure of validation; of equal ones, the one with the lower loss.
+
+    Args:
+        monitor: the figure, and "max" or "min".
+    """
+
+    def __init__(self, monitor: tuple[str, str] = ("val/top1", "max")) -> None:
+        name, mode = monitor
+        super().__init__("best", monitor=name, mode=mode, save_on_train_epoch_end=True)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        every = trainer.check_val_every_n_epoch
+        validated = every is None or (trainer.current_epoch + 1) % every == 0
+        if validated and sum(trainer.num_val_batches) > 0:
+            super().on_train_epoch_end(trainer, pl_module)
+
+    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
+        loss = float(trainer.callback_metrics.get("val/loss", math.nan))
+        better = super().check_monitor_top_k(trainer, current)
+        tie = current is not None and self.best_model_score is not None
+        if not better and tie and bool(current == self.best_model_score):
+            better = loss < self.best_loss
+        if better:
+            self.best_loss, self.best_epoch = loss, trainer.current_epoch
+        return better
 
 
 class RunFolder(Callback):
@@ -59,7 +171,8 @@ class RunFolder(Callback):
             self._write_facts(str(trainer.strategy.root_device), trainer.world_size)
         if trainer.loggers:  # the user's own
             return
-        loggers: list[Logger] = [RunCSVLogger(self.folder, keep=self.resume is not None)]
+        resumed = self.resume is not None and trainer.is_global_zero
+        loggers: list[Logger] = [RunCSVLogger(self.folder, resumed)]
         try:
             loggers.append(TensorBoardLogger(self.folder, name="tensorboard", version=""))
         except ModuleNotFoundError:
@@ -71,7 +184,7 @@ class RunFolder(Callback):
     ) -> None:
         for logger in trainer.loggers:
             if isinstance(logger, RunCSVLogger) and trainer.is_global_zero:
-                logger.forget_after(checkpoint["global_step"])
+                logger.go_on_after(checkpoint["global_step"])
 
     def _hold(self) -> None:
         """Raises: ValueError if another process trains in the folder."""
@@ -102,53 +215,36 @@ class RunFolder(Callback):
         facts = environment(self.seed, device) | {"processes": processes}
         path = self.folder / "environment.json"
         if self.resume is not None and path.is_file():
-            from mmpreproj.analysis.records import read_record
-
             first = read_record(path)
             first.setdefault("resumed", []).append(facts)
             facts = first
         else:
-            (self.folder / "config.yaml").write_text(self.config_text, encoding="utf-8")
+            write_whole(self.folder / "config.yaml", self.config_text)
         write_json(path, facts)
 
 
 class RunCSVLogger(CSVLogger):
-    """metrics.csv in the run's own folder; a resumed run goes on with the file."""
+    """metrics.csv in the run's own folder; a resumed run goes on with what is in it."""
 
-    def __init__(self, folder: Path, keep: bool) -> None:
+    def __init__(self, folder: Path, resumed: bool) -> None:
         super().__init__(folder, name="", version="")
-        if not keep:
-            return
-        path = folder / "metrics.csv"
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        aside = folder / ".metrics.csv.resumed"
-        if text:  # Lightning's writer removes the file that it finds
-            os.replace(path, aside)
-        writer = super().experiment
-        if text:
-            os.replace(aside, path)
-            writer.metrics_keys = sorted(text.splitlines()[0].split(","))
+        self.before = folder / ".metrics.csv.before"
+        if resumed and (folder / "metrics.csv").is_file():  # Lightning's writer would remove it
+            os.replace(folder / "metrics.csv", self.before)
 
-    def forget_after(self, step: int) -> None:
-        """Drop what was logged after so many steps: the resumed run does it again.
+    def go_on_after(self, step: int) -> None:
+        """Take up what was logged until so many steps: the resumed run does the rest again.
 
         A step's own row has the number of steps that are done, an epoch's the number before its
         last step, as Lightning counts.
         """
-        path = Path(self.save_dir) / "metrics.csv"
-        if not path.is_file():
-            return
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            names, rows = reader.fieldnames or [], list(reader)
-        aside = path.with_name(".metrics.csv.kept")
-        with aside.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            for row in rows:
-                if int(row["step"]) < step + bool(row.get("train/loss_step")):
-                    writer.writerow(row)
-        os.replace(aside, path)
+        if self.before.is_file():
+            with self.before.open(newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+            done = [r for r in rows if int(r["step"]) < step + bool(r.get("train/loss_step"))]
+            self.experiment.metrics = done
+            self.experiment.save()
+            self.before.unlink()
 
     @property
     def log_dir(self) -> str:
@@ -266,43 +362,22 @@ class Clock(Callback):
         return self.items * processes / self.train_seconds
 
 
-def peak_memory() -> dict[str, int | None]:
-    """Peak bytes of this process, and of its GPU where it has one."""
-    gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-    return {"rss": _peak_resident(), "gpu": gpu}
-
-
-def _peak_resident() -> int:
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux: ru_maxrss starts at the peak of the process that started this one
-        kib = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
-        if kib:
-            return int(kib[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes
-
-
 class EpochLines(Callback):
     """One plain line an epoch, where a progress bar would fill a log file."""
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._started = True
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._told = len(pl_module.history)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._tell(trainer, pl_module)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._tell(trainer, pl_module)
-
-    def _tell(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # The module adds an epoch's row after the callbacks' epoch end: tell it one hook later.
-        if not getattr(self, "_started", False) or not trainer.is_global_zero:
-            return
-        self._started = False
-        row = pl_module.history[-1]
-        total = "" if (trainer.max_epochs or -1) < 0 else f"/{trainer.max_epochs}"
-        parts = [f"epoch {row['epoch'] + 1}{total}"]
-        for name in dict.fromkeys(("train/loss", "val/loss", pl_module.monitor[0], "lr")):
-            if row.get(name) is not None:
-                parts.append(f"{name} {row[name]:.4g}")
-        print("  ".join(parts), flush=True)
+        rows = pl_module.history[self._told :] if trainer.is_global_zero else []
+        self._told = len(pl_module.history)
+        for row in rows:
+            total = "" if (trainer.max_epochs or -1) < 0 else f"/{trainer.max_epochs}"
+            words = [f"epoch {row['epoch'] + 1}{total}"]
+            for name in dict.fromkeys(("train/loss", "val/loss", pl_module.monitor[0], "lr")):
+                if row.get(name) is not None:
+                    words.append(f"{name} {row[name]:.4g}")
+            print("  ".join(words), flush=True)
+
+    on_train_end = on_train_epoch_start

@@ -8,12 +8,13 @@
 Restart rule: a run goes on from its last checkpoint, in the same folder, with the same config. It
 then sees the same images in the same order as the unbroken run, in mid-epoch too, and counts the
 same steps. (Random erasing of the first batch after a restart in mid-epoch is drawn anew. With
-several processes, the training loss of an epoch's part before the restart is the first one's.)
+several processes, the training loss of an epoch up to the restart is the first one's.)
 SIGTERM writes a last checkpoint, between two optimiser steps.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import logging
 import os
@@ -21,7 +22,6 @@ import re
 import signal
 import sys
 import warnings
-from argparse import ArgumentError
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,16 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 import mmpreproj  # noqa: F401 - registers the models with timm
 from mmpreproj.analysis.records import read_record
 from mmpreproj.messages import explain
-from mmpreproj.training.callbacks import Clock, EpochLines, Reproducible, RunFolder
-from mmpreproj.training.checkpoints import BestCheckpoint, LastCheckpoint
-from mmpreproj.training.report import finish_run
-from mmpreproj.training.runs import checkpoint_path, newest_run
+from mmpreproj.training.callbacks import (
+    BestCheckpoint,
+    Clock,
+    EpochLines,
+    LastCheckpoint,
+    Reproducible,
+    RunFolder,
+    checkpoint_path,
+)
+from mmpreproj.training.runs import finish_run
 
 # Hints of Lightning's that do not apply here, each for the reason given. Nothing else is silenced.
 NOT_APPLICABLE = (
@@ -48,7 +54,7 @@ NOT_APPLICABLE = (
     r"Checkpoint directory .* exists and is not empty",  # a resumed run's own
     r"Experiment logs directory .* exists and is not empty",  # it holds config.yaml; none is lost
     r".*Trainer already configured with model summary callbacks",
-    r"Total length of `list` across ranks is zero",  # no validation part, as the config says
+    r"Total length of `list` across ranks is zero",  # no validation split, as the config says
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning's own call of torch
     r"You're resuming from a checkpoint that ended before the epoch ended",  # see Reproducible
 )
@@ -106,7 +112,7 @@ class TrainCLI(LightningCLI):
         # Lightning's own warns whenever sys.argv is not empty and args are given.
         try:
             self.config = parser.parse_args(args)
-        except ArgumentError as error:
+        except argparse.ArgumentError as error:
             raise ValueError(explain(error, parser)) from None
 
     def instantiate_classes(self) -> None:
@@ -242,28 +248,20 @@ def find_resumed(args: Sequence[str], config: str | None, run: str | None) -> Pa
         ValueError: if there is nothing to go by, the run is complete, or settings are given.
         FileNotFoundError: if there is no such run.
     """
-    words = iter(args)
-    where = {"--run.root": RunConfig.root, "--run.name": None}
-    others = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key in where:
-            where[key] = value if equals else next(words, None)
-        elif key in ("--config", "-c"):
-            if not equals:
-                next(words, None)
-        else:
-            others.append(word)
+    known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    known.add_argument("-c", "--config")
+    known.add_argument("--run.root", dest="root", default=RunConfig.root)
+    known.add_argument("--run.name", dest="name", default=config_name(config) if config else None)
+    where, others = known.parse_known_args(args)
     if others:
         raise ValueError(
             f"--resume goes on with the run's own config; leave out {' '.join(others)}, or start a "
             "new run"
         )
     if run is None:
-        name = where["--run.name"] or (config_name(config) if config else None)
-        if name is None:
+        if where.name is None:
             raise ValueError("--resume needs CONFIG (its newest run is resumed) or a run folder")
-        folder = newest_run(where["--run.root"] or RunConfig.root, name)
+        folder = newest_run(where.root, where.name)
     else:
         folder = Path(run)
         folder = folder.parent.parent if folder.suffix == ".ckpt" else folder
@@ -271,6 +269,27 @@ def find_resumed(args: Sequence[str], config: str | None, run: str | None) -> Pa
         if not path.is_file():
             raise FileNotFoundError(f"{folder} cannot be resumed: there is no {path}")
     return folder
+
+
+def newest_run(root: str | os.PathLike[str], name: str) -> Path:
+    """The newest run folder of a config.
+
+    Raises:
+        FileNotFoundError: naming where it looked, if there is none, or the newest has no last
+            checkpoint: an older run is not taken in its place.
+    """
+    parent = Path(root) / name
+    runs = [path.parent for path in parent.glob("*/config.yaml")]
+    if not runs:
+        raise FileNotFoundError(f"no run to resume in {parent}")
+    newest = max(runs, key=lambda folder: (folder / "config.yaml").stat().st_mtime_ns)
+    if not checkpoint_path(newest, "last").is_file():
+        older = sorted(f.name for f in runs if checkpoint_path(f, "last").is_file())
+        told = f"; to go on with an older one: --resume {parent / older[-1]}" if older else ""
+        raise FileNotFoundError(
+            f"the newest run, {newest}, ended before its first checkpoint: start it again{told}"
+        )
+    return newest
 
 
 def complete(folder: Path) -> bool:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
+import mmpreproj
+from mmpreproj.messages import need
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.training.recipe import as_config
+
+ALL = "all-linear"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +33,12 @@ class LoraConfig:
 
     rank: int | None = 16
     scale: float = 2.0
-    targets: list[str] | str = "all-linear"
+    targets: list[str] | str = ALL
     dropout: float = 0.0
     equal_to: PreProjConfig | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "equal_to", as_config(PreProjConfig, self.equal_to))
         if (self.rank is None) == (self.equal_to is None):
             raise ValueError(
                 f"lora takes either rank or equal_to (the other null), found rank={self.rank} and "
@@ -42,24 +49,9 @@ class LoraConfig:
         if not self.scale > 0:
             raise ValueError(f"lora.scale must be above 0, found {self.scale}")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain types, which `as_lora` takes back."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**fields, "equal_to": None if self.equal_to is None else self.equal_to.to_dict()}
-
-
-def as_lora(value: LoraConfig | Mapping[str, Any]) -> LoraConfig:
-    """The config itself; what `to_dict` gave is turned into it."""
-    config = as_config(LoraConfig, value)
-    if isinstance(config.equal_to, Mapping):
-        config = dataclasses.replace(config, equal_to=as_config(PreProjConfig, config.equal_to))
-    return config
-
 
 def count_new(model: nn.Module, config: PreProjConfig) -> int:
     """How many parameters the method would add to `model`, which is left as it is."""
-    import mmpreproj
-
     mmpreproj.attach(model, config)
     try:
         modules = mmpreproj.preproj_modules(model).values()
@@ -108,12 +100,8 @@ def attach_lora(model: nn.Module, config: LoraConfig) -> nn.Module:
         ImportError: without PEFT.
         ValueError: if the targets match nothing, or a rank cannot be had.
     """
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError("LoRA needs PEFT: pip install 'mmpreproj[text]'") from error
+    peft = need("peft", "LoRA", "text")
     shapes = _target_shapes(model, config)
-    _check_targets(config, shapes)
     rank = config.rank
     if rank is None:
         assert config.equal_to is not None
@@ -122,54 +110,47 @@ def attach_lora(model: nn.Module, config: LoraConfig) -> nn.Module:
     return peft.get_peft_model(model, _peft_config(config, rank, narrow))
 
 
-def _check_targets(config: LoraConfig, found: Mapping[str, tuple[int, int]]) -> None:
-    """Raises ValueError if a name matches no layer: another one that does must not hide it."""
-    for target in [config.targets] if isinstance(config.targets, str) else config.targets:
-        if target != "all-linear" and not any(f".{n}".endswith(f".{target}") for n in found):
-            known = sorted({name.rpartition(".")[2] for name in found})
-            raise ValueError(
-                f"lora.targets names {target!r}, which is the end of no linear layer's name; of "
-                f"those adapted: {', '.join(known)}"
-            )
-
-
 def _peft_config(config: LoraConfig, rank: int, narrow: dict[str, int]) -> Any:
     import peft
 
-    targets = config.targets
     return peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
         lora_alpha=config.scale * rank,
         lora_dropout=config.dropout,
-        target_modules=targets if targets == "all-linear" else _listed(targets),
+        target_modules=config.targets if config.targets == ALL else _names(config),
         rank_pattern=narrow,
         alpha_pattern={name: config.scale * r for name, r in narrow.items()},
     )
 
 
-def _listed(targets: list[str] | str) -> list[str]:
-    return [targets] if isinstance(targets, str) else list(targets)
+def _names(config: LoraConfig) -> list[str]:
+    return [config.targets] if isinstance(config.targets, str) else list(config.targets)
 
 
 def _target_shapes(model: nn.Module, config: LoraConfig) -> dict[str, tuple[int, int]]:
-    """(out, in) of every layer that PEFT would adapt, found on a copy without weights."""
-    import copy
+    """(out, in) of every layer that PEFT would adapt, found on a copy without weights.
 
+    Raises:
+        ValueError: if a name matches no layer: another one that does must not hide it.
+    """
     import peft
-    import torch
     from peft.tuners.lora import LoraLayer
 
     with torch.device("meta"):
-        skeleton = _on_meta(model) if hasattr(model, "config") else copy.deepcopy(model)
+        own = hasattr(model, "config")
+        skeleton = type(model)(model.config) if own else copy.deepcopy(model)
     adapted = peft.get_peft_model(skeleton, _peft_config(config, 1, {}))
-    prefix = "base_model.model."
-    return {
-        name.removeprefix(prefix): (layer.out_features, layer.in_features)
+    shapes = {
+        name.removeprefix("base_model.model."): (layer.out_features, layer.in_features)
         for name, layer in adapted.named_modules()
         if isinstance(layer, LoraLayer)
     }
-
-
-def _on_meta(model: nn.Module) -> nn.Module:
-    return type(model)(model.config)
+    for target in _names(config):
+        if target != ALL and not any(f".{name}".endswith(f".{target}") for name in shapes):
+            known = sorted({name.rpartition(".")[2] for name in shapes})
+            raise ValueError(
+                f"lora.targets names {target!r}, which is the end of no linear layer's name; of "
+                f"those adapted: {', '.join(known)}"
+            )
+    return shapes

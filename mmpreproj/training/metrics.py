@@ -1,4 +1,4 @@
-"""Top-1, top-5, loss and counts of an evaluation, by torchmetrics.
+"""What the evaluation of a split counts, and its figures as records and the screen have them.
 
 Targets below 0 are marks of `mmpreproj.data.targets`: padding, which is never counted, and
 unreadable images, which count as wrong and are left out of the loss.
@@ -10,10 +10,9 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics import MeanMetric, Metric, SumMetric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassStatScores
+from torchmetrics import Metric
 
 from mmpreproj.analysis.records import proportion
 from mmpreproj.data.targets import decode
@@ -24,13 +23,36 @@ def exact() -> torch.dtype:
     return torch.float32 if torch.backends.mps.is_available() else torch.float64
 
 
-def counter() -> SumMetric:
-    """A sum over all processes; a NaN in it comes out as NaN."""
-    return SumMetric(nan_strategy="disable").set_dtype(exact())
+class Sums(Metric):
+    """Sums by name, over all processes; a NaN in one comes out as NaN."""
+
+    full_state_update = False
+
+    def __init__(self, **sizes: int) -> None:
+        """sizes: of each sum's vector; 0: a number."""
+        super().__init__()
+        self.names = list(sizes)
+        for name, size in sizes.items():
+            zeros = torch.zeros(size or (), dtype=exact())
+            self.add_state(name, zeros, dist_reduce_fx="sum")
+
+    def update(self, **values: Tensor | float) -> None:
+        for name, value in values.items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def compute(self) -> dict[str, Any]:
+        """Plain numbers and lists; call it on every rank."""
+        return {name: getattr(self, name).tolist() for name in self.names}
+
+    def take(self) -> dict[str, Any]:
+        """What `compute` gives; the sums start again."""
+        found = self.compute()
+        self.reset()
+        return found
 
 
-class EvaluationMetrics(nn.Module):
-    """The metrics of one split. Under several processes every figure is over all of them.
+class EvaluationMetrics(Sums):
+    """Top-1, top-5, cross-entropy and counts of one split.
 
     Args:
         num_classes: C. Top-5 exists only above five classes.
@@ -38,82 +60,39 @@ class EvaluationMetrics(nn.Module):
     """
 
     def __init__(self, num_classes: int, per_class: bool = False) -> None:
-        super().__init__()
-
-        def accuracy(k: int) -> Metric:
-            return MulticlassAccuracy(num_classes, top_k=k, average="micro", validate_args=False)
-
-        self.top1 = accuracy(1)
-        self.top5 = accuracy(5) if num_classes > 5 else None
-        # "disable": a loss that is NaN must come out as NaN, not be dropped from the mean. (It also
-        # makes torchmetrics 1.9 ignore weights, so the losses go in image by image.)
-        self.loss = MeanMetric(nan_strategy="disable").set_dtype(exact())
-        self.n, self.correct, self.n_loss = counter(), counter(), counter()
-        self.classes = (
-            MulticlassStatScores(num_classes, average=None, validate_args=False)
-            if per_class
-            else None
-        )
+        classes = {"class_correct": num_classes, "class_n": num_classes} if per_class else {}
+        top5 = {"top5": 0} if num_classes > 5 else {}
+        super().__init__(n=0, correct=0, loss=0, n_loss=0, **top5, **classes)
 
     @torch.no_grad()
     def update(self, logits: Tensor, targets: Tensor) -> None:
         """Shape: logits [B, C], targets int64 [B] with marks."""
         logits = logits.float()
-        if bool((targets < 0).any()):
-            true, readable, counted = decode(targets)
-            if bool(readable.any()):
-                self.loss.update(
-                    F.cross_entropy(logits[readable], true[readable], reduction="none")
-                )
-            unreadable = counted & ~readable
-            # The true class can then be in no top-k: wrong, whatever the model made of the zeros.
-            rows = unreadable.nonzero().flatten()
-            logits = logits.index_put((rows, true[rows]), logits.new_tensor(-torch.inf))
-            logits, targets, n_loss = logits[counted], true[counted], readable.sum()
-            if not len(targets):
-                return
-        else:
-            n_loss = torch.tensor(len(targets), device=targets.device)
-            self.loss.update(F.cross_entropy(logits, targets, reduction="none"))
-        self.top1.update(logits, targets)
-        self.correct.update((logits.argmax(1) == targets).sum())
-        if self.top5 is not None:
-            self.top5.update(logits, targets)
-        self.n.update(len(targets))
-        self.n_loss.update(n_loss)
-        if self.classes is not None:
-            self.classes.update(logits, targets)
+        true, readable, counted = decode(targets)
+        losses = F.cross_entropy(logits, true, reduction="none").to(exact())
+        right = readable & (logits.argmax(1) == true)
+        found = {"n": counted.sum(), "correct": right.sum(), "n_loss": readable.sum()}
+        found["loss"] = losses.where(readable, 0.0).sum()
+        if "top5" in self.names:
+            near = (logits.topk(5).indices == true[:, None]).any(1)
+            found["top5"] = (readable & near).sum()
+        if "class_n" in self.names:
+            for name, items in (("class_correct", right), ("class_n", counted)):
+                zeros = torch.zeros_like(getattr(self, name))
+                found[name] = zeros.index_add(0, true, items.to(zeros.dtype))
+        super().update(**found)
 
-    def logged(self) -> dict[str, Metric]:
-        """What Lightning logs, by short name."""
-        found = {"top1": self.top1, "top5": self.top5, "loss": self.loss, "n": self.n}
-        return {name: metric for name, metric in found.items() if metric is not None}
-
-    def result(self) -> dict[str, Any]:
-        """The figures as plain numbers; call it on every rank. Without any image: n = 0 alone."""
-        n = int(self.n.compute())
-        if n == 0:
+    def compute(self) -> dict[str, Any]:
+        """n, correct, top1, top5, loss, n_loss, class_correct, class_n; without any image n = 0."""
+        sums = super().compute()
+        n, n_loss = int(sums["n"]), int(sums["n_loss"])
+        if not n:
             return {"n": 0}
-        n_loss = int(self.n_loss.compute())
-        found: dict[str, Any] = {
-            "n": n,
-            "correct": int(self.correct.compute()),
-            "top1": float(self.top1.compute()),
-            "loss": float(self.loss.compute()) if n_loss else None,
-            "n_loss": n_loss,
-        }
-        if self.top5 is not None:
-            found["top5"] = float(self.top5.compute())
-        if self.classes is not None:
-            scores = self.classes.compute()  # [C, 5]: tp, fp, tn, fn, support
-            found["class_correct"] = scores[:, 0].long().tolist()
-            found["class_n"] = scores[:, 4].long().tolist()
-        return found
-
-    def reset(self) -> None:
-        """Forget everything."""
-        for metric in self.children():
-            metric.reset()
+        found: dict[str, Any] = {"n": n, "correct": int(sums["correct"]), "n_loss": n_loss}
+        found |= {"top1": sums["correct"] / n, "loss": sums["loss"] / n_loss if n_loss else None}
+        if "top5" in sums:
+            found["top5"] = sums["top5"] / n
+        return found | {k: list(map(int, sums[k])) for k in sums if k.startswith("class_")}
 
 
 def metrics_of(result: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -123,12 +102,7 @@ def metrics_of(result: dict[str, Any] | None) -> dict[str, Any] | None:
     found: dict[str, Any] = {"top1": proportion(result["correct"], result["n"])}
     if result.get("top5") is not None:
         found["top5"] = proportion(round(result["top5"] * result["n"]), result["n"])
-    loss = result.get("loss")
-    found["loss"] = {
-        "value": loss if loss is not None and math.isfinite(loss) else None,
-        "n": result["n_loss"],
-    }
-    return found
+    return found | {"loss": {"value": finite(result.get("loss")), "n": result["n_loss"]}}
 
 
 def class_rows(
@@ -138,7 +112,7 @@ def class_rows(
 
     Without a result, None.
     """
-    if not result:
+    if not result or not result["n"]:
         return None
     counts = list(zip(result["class_correct"], result["class_n"], strict=True))
     names = classes or [str(index) for index in range(len(counts))]
@@ -154,3 +128,8 @@ def percent(figure: dict[str, Any] | None) -> str:
         return "–"
     low, high = figure["interval95"]
     return f"{figure['value']:.2%}  [{low:.2%}, {high:.2%}]  n = {figure['n']:,}"
+
+
+def finite(value: float | None) -> float | None:
+    """The number; None for what is missing or not finite."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,13 +1,10 @@
-"""Run folders: names that never collide, what is in them, and models loaded back from them."""
+"""A run at its end (test, record, plots), and after it (its model loaded back, and evaluated)."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
+import importlib.util
 import os
-import platform
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -15,56 +12,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 
 import mmpreproj
+from mmpreproj.analysis.records import environment, peak_memory, write_json
+from mmpreproj.analysis.skip import skip_strength, write_csv
+from mmpreproj.backbones import building
+from mmpreproj.data.loaders import Answers
 from mmpreproj.messages import explain
-from mmpreproj.training.module import TrainedModule
+from mmpreproj.training.callbacks import CHECKPOINTS, BestCheckpoint, Clock, checkpoint_path
+from mmpreproj.training.trained_module import TrainedModule
 
-CHECKPOINTS = "checkpoints"
-PACKAGES = ("timm", "lightning", "torchmetrics", "numpy")
 Which = Literal["best", "last"]
-
-
-def new_run_folder(root: str | os.PathLike[str], name: str, seed: int | None) -> Path:
-    """Make `<root>/<name>/<YYYYmmdd-HHMMSS>-seed<seed>`; a taken name gets a number behind it."""
-    stamp = time.strftime("%Y%m%d-%H%M%S") + ("" if seed is None else f"-seed{seed}")
-    parent = Path(root) / name
-    parent.mkdir(parents=True, exist_ok=True)
-    attempt = 1
-    while True:
-        folder = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
-        try:
-            folder.mkdir()  # fails where another run, perhaps at this very moment, made it
-            return folder
-        except FileExistsError:
-            attempt += 1
-
-
-def newest_run(root: str | os.PathLike[str], name: str) -> Path:
-    """The newest run folder of a config.
-
-    Raises:
-        FileNotFoundError: naming where it looked, if there is none, or the newest has no last
-            checkpoint: an older run is not taken in its place.
-    """
-    parent = Path(root) / name
-    runs = [path.parent for path in parent.glob("*/config.yaml")]
-    if not runs:
-        raise FileNotFoundError(f"no run to resume in {parent}")
-    newest = max(runs, key=lambda folder: (folder / "config.yaml").stat().st_mtime_ns)
-    if not checkpoint_path(newest, "last").is_file():
-        older = sorted(f.name for f in runs if checkpoint_path(f, "last").is_file())
-        told = f"; to go on with an older one: --resume {parent / older[-1]}" if older else ""
-        raise FileNotFoundError(
-            f"the newest run, {newest}, ended before its first checkpoint: start it again{told}"
-        )
-    return newest
-
-
-def checkpoint_path(folder: Path, which: Which) -> Path:
-    """Where the best or the last checkpoint of a run is."""
-    return folder / CHECKPOINTS / f"{which}.ckpt"
 
 
 def find_checkpoint(path: str | os.PathLike[str], which: Which = "best") -> tuple[Path, Path]:
@@ -80,12 +39,12 @@ def find_checkpoint(path: str | os.PathLike[str], which: Which = "best") -> tupl
     if which not in ("best", "last"):
         raise ValueError(f"which must be best or last, found {which!r}")
     if path.is_dir():
-        for name in (which, "last") if which == "best" else (which,):
-            if checkpoint_path(path, name).is_file():
-                return checkpoint_path(path, name), path
+        for file in (checkpoint_path(path, which), checkpoint_path(path, "last")):
+            if file.is_file():
+                return file, path
         raise FileNotFoundError(
-            f"{path} is no run folder, or has not finished an epoch: it has no "
-            f"{CHECKPOINTS}/{which}.ckpt"
+            f"{path} is no run folder, or has not finished an epoch: there is no "
+            f"{checkpoint_path(path, which)}"
         )
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such run folder or checkpoint")
@@ -118,18 +77,17 @@ def load_run(
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         own, hyper = checkpoint["mmpreproj"], checkpoint["hyper_parameters"]
-        own["model"]["class_path"]
+        class_path = own["model"]["class_path"]
     except FileNotFoundError:
         raise
     except Exception as error:
         raise ValueError(
             f"{file} is not a checkpoint of mmpreproj.training ({type(error).__name__}: {error})"
         ) from error
-    kind = _trusted_class(own["model"]["class_path"], TrainedModule)
-    module = kind(**{**hyper, "compile": False})
+    module = _trusted_class(class_path, TrainedModule)(**{**hyper, "compile": False})
     module.on_load_checkpoint(checkpoint)
     module.configure_model()
-    module.load_weights(checkpoint["state_dict"])
+    module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
     module.eval()
     module.loaded = {
         "file": str(file),
@@ -191,40 +149,210 @@ def _trusted_class(path: str, base: type) -> type:
     return found
 
 
-def environment(seed: int | None, device: str, command: list[str] | None = None) -> dict[str, Any]:
-    """Versions, seed, device, git revision (None outside a checkout) and the command line."""
-    versions = {"python": platform.python_version(), "mmpreproj": mmpreproj.__version__}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    versions["torch"] = torch.__version__  # with its build, which the package's version leaves out
-    return {
-        "versions": versions,
-        "platform": platform.platform(),
+def evaluate(
+    path: str,
+    which: Which = "best",
+    overrides: Mapping[str, Any] | None = None,
+    evaluations: Mapping[str, Any] | None = None,
+    **trainer_args: Any,
+) -> tuple[dict[str, Any], list[list[str]], Path]:
+    """Test a run's weights on the reported split.
+
+    Args:
+        path, which, overrides: see `load_run`.
+        evaluations: of a language model, in place of its config's: see EvaluationConfig.
+        trainer_args: for Lightning's Trainer; without a precision among them, it is the run's.
+
+    Returns: (what came out, the rows [label, figure] that sum it up, folder for results).
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_run`, and where the data do not fit the model.
+    """
+    module, data = load_run(path, which, overrides)
+    if data is None:
+        raise ValueError(f"{path} does not say which data it was trained with")
+    if evaluations is not None:
+        module.replace_evaluations(evaluations)
+    # One process: evaluation is then exact with any data module.
+    arguments = {"accelerator": "auto", "devices": 1, **trainer_args}
+    if arguments.get("precision") is None:
+        precision = module.loaded["precision"]
+        half = precision is not None and precision.startswith("16")
+        arguments["precision"] = None if half and not torch.cuda.is_available() else precision
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    trainer = Trainer(**arguments, **quiet)
+    started = time.perf_counter()
+    trainer.test(module, data, verbose=False)
+    seconds = time.perf_counter() - started
+    if not module.test_result or not module.test_result.get("n"):
+        raise ValueError(f"the test split is empty: {Answers(data).describe()}")
+    record = {
+        **module.facts(),
+        "checkpoint": module.loaded,
+        "data": Answers(data).describe(),
+        "test": module.metrics(module.test_result),
+        "seconds": seconds,
+        "environment": environment(None, str(trainer.strategy.root_device)),
+    }
+    return record, module.headline(record["test"]), find_checkpoint(path, which)[1]
+
+
+def finish_run(
+    trainer: Trainer,
+    module: TrainedModule,
+    data: LightningDataModule,
+    folder: Path,
+    best: BestCheckpoint,
+    clock: Clock,
+    seed: int | None,
+    test: bool = True,
+) -> None:
+    """Test the best weights of a run that has been fitted; write and print what came out.
+
+    Called on every process; only rank zero writes.
+
+    Args:
+        best, clock: the callbacks that watched the run.
+        test: read the reported split.
+    """
+    chosen = _choose(trainer, module, best)
+    # The test loads the best checkpoint, with the clock and the history as they were at its epoch;
+    # what is told is the whole run.
+    training = {
+        "seconds": clock.seconds,
+        "train_seconds": clock.train_seconds,
+        f"{module.counts}_per_second": clock.per_second(trainer.world_size),
+        "processes": trainer.world_size,
+    }
+    history, updates = module.history, trainer.global_step
+    test = test and Answers(data).has_split("test")
+    if test:
+        trainer.test(module, data, ckpt_path=chosen["file"], weights_only=True, verbose=False)
+        module.history = history
+    Answers(data).gather_bad_files()
+    if not trainer.is_global_zero:
+        return
+    reported = _reported(chosen["file"], module, test)
+    examples = module.examples
+    if examples is not None and examples.is_floating_point():  # of a model in half precision
+        examples = examples.float()
+    rows = skip_strength(reported.evaluated.float(), examples) if reported else []
+    validated = [row["val/n"] for row in history if row.get("val/n")]
+    at_best = next((row for row in history if row["epoch"] == chosen["epoch"]), {})
+    record = {
+        "finished": True,
+        "name": folder.parent.name,
+        "run": folder.name,
         "seed": seed,
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "git": git_revision(),
-        "command": shlex.join(command if command is not None else sys.argv),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        **module.facts(),
+        "data": Answers(data).describe(),
+        "checkpoint": {**chosen, "file": chosen["file"] and Path(chosen["file"]).name},
+        "test": module.metrics(module.test_result),
+        "validation": module.metrics(
+            {key[4:]: value for key, value in at_best.items() if key.startswith("val/")}
+        ),
+        "n": {
+            "train": history[-1]["train/n"] if history else None,
+            "val": validated[-1] if validated else None,
+            "test": module.test_result["n"] if module.test_result else None,
+        },
+        "epochs": len(history),
+        "updates": updates,
+        "training": training,
+        "parameters": building.parameter_counts(reported.model) if reported else None,
+        "peak_bytes": peak_memory(),
+        "skip_strength": rows,
+        "environment": environment(seed, str(trainer.strategy.root_device)),
+        "mmpreproj": mmpreproj.__version__,
+    }
+    write_json(folder / "record.json", record)
+    _plots(folder, module, history, rows)
+    module.finish(folder, reported, data)
+    print_summary(record, folder, module.headline(record["test"] or {}))
+
+
+def _reported(file: str | None, module: TrainedModule, tested: bool) -> TrainedModule | None:
+    """The model whose figures are reported, whole and on the CPU, however training split it.
+
+    Args:
+        file: the checkpoint that was chosen; None: there is none, the weights are as they are.
+        tested: the test has loaded that checkpoint into the module.
+    """
+    if file is None or (tested and module.large):
+        return module.cpu()
+    try:
+        return load_run(file)[0]
+    except (FileNotFoundError, ValueError):  # a sharded checkpoint, which is a folder
+        return None
+
+
+def _choose(trainer: Trainer, module: TrainedModule, best: BestCheckpoint) -> dict[str, Any]:
+    """Which checkpoint is reported, and why."""
+    monitor, mode = module.monitor
+    found: dict[str, Any] = {"weights": module.evaluated_weights, monitor.replace("/", "_"): None}
+    if best.best_model_path:
+        tie = "" if monitor == "val/loss" else ", of equal ones the lowest val/loss"
+        return found | {
+            "which": "best",
+            "why": f"{'highest' if mode == 'max' else 'lowest'} {monitor}{tie}",
+            "epoch": best.best_epoch,
+            monitor.replace("/", "_"): float(best.best_model_score),
+            "file": best.best_model_path,
+        }
+    why = "there is no validation split, so the last epoch is the best known"
+    if sum(trainer.num_val_batches):
+        why = "the run ended before its first validation: what it ended with is reported"
+    last = [c.best_model_path for c in trainer.checkpoint_callbacks if c is not best]
+    return found | {
+        "which": "last",
+        "why": why,
+        "epoch": len(module.history) - 1 if module.history else None,
+        "file": next((path for path in last if path), None),
     }
 
 
-def git_revision() -> dict[str, Any] | None:
-    """Revision of the checkout that the package runs from, and whether it has changes."""
+def _plots(
+    folder: Path, module: TrainedModule, history: list[dict[str, Any]], rows: list[dict[str, Any]]
+) -> None:
+    if rows:
+        write_csv(folder / "skip_strength.csv", rows)
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no plots: they need matplotlib (pip install matplotlib)", flush=True)
+        return
+    from mmpreproj.analysis import plots
 
-    def git(*arguments: str) -> str:
-        folder = Path(mmpreproj.__file__).parent
-        command = ["git", "-C", str(folder), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        return done.stdout.strip()
+    title = f"{folder.parent.name} / {folder.name}"
+    plots.learning_curves(history, folder / "learning_curves.png", title)
+    if rows:
+        n = None if module.examples is None else len(module.examples)
+        path = folder / "skip_strength.png"
+        plots.skip_by_layer(rows, path, f"Content skip by layer: {title}", n)
 
-    try:
-        # Installed into an environment that lies in someone's checkout, it is not that checkout.
-        if not git("ls-files", "--error-unmatch", "__init__.py"):
-            return None
-        return {"revision": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return None
+
+def print_table(title: str, rows: list[list[str]], columns: list[str] | None = None) -> None:
+    """Columns that stand below each other, under a title."""
+    rows = [columns, *rows] if columns else rows
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print(f"\n{title}")
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  " + "  ".join(cells).rstrip(), flush=True)
+
+
+def print_summary(record: dict[str, Any], folder: Path, headline: list[list[str]]) -> None:
+    """What a run came to, on one screen."""
+    chosen, training, counts = (record[key] for key in ("checkpoint", "training", "parameters"))
+    epoch = "–" if chosen["epoch"] is None else chosen["epoch"] + 1
+    speeds = [(k.removesuffix("_per_second"), v) for k, v in training.items() if "_per_" in k]
+    told = {
+        "weights": f"{chosen['which']} ({chosen['weights']} weights, epoch {epoch} of "
+        f"{record['epochs']})",
+        "parameters": "–"
+        if counts is None
+        else f"{counts['total']:,} ({counts['new']:,} new, {counts['trainable']:,} trained)",
+        "training": f"{training['seconds']:.1f} s"
+        + "".join(f", {speed:,.0f} {what}/s" for what, speed in speeds if speed is not None),
+        "run": str(folder),
+    }
+    rows = [*headline, *map(list, told.items())]
+    print_table(f"{record['name']}, seed {record['seed']}", rows)

@@ -104,7 +104,7 @@ def probe(options: argparse.Namespace) -> Iterator[dict]:
     if options.threads:
         torch.set_num_threads(options.threads)
     if options.memory_of:
-        from mmpreproj.training.callbacks import peak_memory
+        from mmpreproj.analysis.records import peak_memory
 
         step = Step(options.memory_of, options)
         for _ in range(3):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from mmpreproj.backbones import building
 from mmpreproj.data.loaders import Answers
 from mmpreproj.messages import listed
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.training.metrics import EvaluationMetrics, class_rows, metrics_of, percent
-from mmpreproj.training.module import TrainedModule
 from mmpreproj.training.recipe import (
     MixConfig,
     Mixer,
@@ -21,6 +21,7 @@ from mmpreproj.training.recipe import (
     as_config,
     make_loss,
 )
+from mmpreproj.training.trained_module import TrainedModule, as_plain
 
 EXAMPLES = 32  # evaluation images kept for the skip's strength on activations
 OPTIMIZER, SCHEDULE, MIX = OptimizerConfig(), ScheduleConfig(), MixConfig()
@@ -78,10 +79,10 @@ class ImageClassifier(TrainedModule):
         compile: bool = False,
     ) -> None:
         super().__init__()
-        self.optimizer_config = as_config(OptimizerConfig, optimizer)
-        self.schedule_config = as_config(ScheduleConfig, schedule)
-        self.mix_config = as_config(MixConfig, mix)
-        self.preproj_config = None if preproj is None else as_config(PreProjConfig, preproj)
+        self.optimizer_config = optimizer = as_config(OptimizerConfig, optimizer)
+        self.schedule_config = schedule = as_config(ScheduleConfig, schedule)
+        self.mix_config = mix = as_config(MixConfig, mix)
+        self.preproj_config = preproj = as_config(PreProjConfig, preproj)
         if ema_decay is not None and not 0 < ema_decay < 1:
             raise ValueError(f"ema_decay must be between 0 and 1, or null, found {ema_decay}")
         if not 0 <= label_smoothing < 1:
@@ -90,27 +91,7 @@ class ImageClassifier(TrainedModule):
             raise ValueError(f"give pretrained: true or weights: {weights}, not both")
         building.check_name(model)
         model = building.with_whole_path(model)
-        # Plain types only: the checkpoint must load with torch.load(weights_only=True).
-        plain = {
-            "model": model,
-            "model_args": dict(model_args) if model_args else None,
-            "num_classes": num_classes,
-            "pretrained": pretrained,
-            "weights": None if weights is None else str(weights),
-            "preproj": None if self.preproj_config is None else self.preproj_config.to_dict(),
-            "freeze_base": freeze_base,
-            "optimizer": dataclasses.asdict(self.optimizer_config),
-            "schedule": dataclasses.asdict(self.schedule_config),
-            "mix": dataclasses.asdict(self.mix_config),
-            "label_smoothing": label_smoothing,
-            "bce": bce,
-            "bce_threshold": bce_threshold,
-            "ema_decay": ema_decay,
-            "ema_warmup": ema_warmup,
-            "grad_checkpointing": grad_checkpointing,
-            "compile": compile,
-        }
-        self.save_hyperparameters(plain, logger=False)
+        self.keep(locals())
         self.mixer: Mixer | None = None
         self.classes: list[str] | None = None
 
@@ -139,10 +120,7 @@ class ImageClassifier(TrainedModule):
             data.data_config = building.input_config(self.model)
             used = Answers(data).resolved_data_config
             building.check_image_size(self.model, used)
-            self.data_config = {
-                key: list(value) if isinstance(value, tuple) else value  # as checkpoints hold it
-                for key, value in (used or data.data_config).items()
-            }
+            self.data_config = as_plain(used or data.data_config)  # as checkpoints hold it
 
     def classes_of(self, data: Any) -> list[str] | None:
         """Names of the model's outputs, as the data have them; None without data."""
@@ -191,8 +169,8 @@ class ImageClassifier(TrainedModule):
 
     def make_metrics(self, num_classes: int) -> None:
         """Start what evaluation counts with."""
-        self.val_metrics = EvaluationMetrics(num_classes)
-        self.test_metrics = EvaluationMetrics(num_classes, per_class=True)
+        val, test = EvaluationMetrics(num_classes), EvaluationMetrics(num_classes, per_class=True)
+        self.splits = nn.ModuleDict({"val": val, "test": test})
 
     @property
     def num_classes(self) -> int | None:
@@ -220,39 +198,59 @@ class ImageClassifier(TrainedModule):
 
     # ---- evaluation -----------------------------------------------------------------------------
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._evaluate(batch, self.val_metrics)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._evaluate(batch, self.test_metrics)
-
-    def _evaluate(self, batch: tuple[Tensor, Tensor], metrics: EvaluationMetrics) -> None:
+    def evaluate(self, batch: tuple[Tensor, Tensor], split: str) -> None:
         images, targets = batch
         if self.examples is None:
             self.examples = images[:EXAMPLES].detach().cpu()
-        metrics.update(self.evaluated(images), targets)
+        self.splits[split].update(self.evaluated(images), targets)
 
-    def on_validation_epoch_end(self) -> None:
-        result = self._finish(self.val_metrics, "val")
-        if not self.trainer.sanity_checking:
-            self._val_result = result
+    def figures(self, split: str) -> dict[str, Any]:
+        return self.splits[split].take()
 
-    def on_test_epoch_end(self) -> None:
-        self.test_result = self._finish(self.test_metrics, "test")
+    # ---- predictions ----------------------------------------------------------------------------
 
-    def _finish(self, metrics: EvaluationMetrics, stage: str) -> dict[str, Any]:
-        result = metrics.result()
-        names = ["n"] if not result["n"] else list(metrics.logged())
-        logged = {name: metrics.logged()[name] for name in names}
-        if "loss" in logged and not result["n_loss"]:
-            del logged["loss"]
-        for name, metric in logged.items():
-            self.log(f"{stage}/{name}", metric, prog_bar=name in ("top1", "loss"))
-        # Lightning resets what it logs; the counts beside it are ours.
-        for metric in metrics.children():
-            if all(metric is not other for other in logged.values()):
-                metric.reset()
-        return result
+    @torch.no_grad()
+    def predict(
+        self, data: Any, files: Sequence[str], top: int = 5
+    ) -> tuple[list[dict[str, Any]], list[str]]:
+        """The likeliest classes of files of a person's own.
+
+        Args:
+            data: the data module that `load_run` gave; None: as the model's configuration says.
+
+        Returns: ([{"file", what `read` shows of it, "sets": {label set: [(class, probability), …]},
+        "top": the first of them}], errors that name the files which could not be read).
+        """
+        found, errors = [], []
+        for file in files:
+            try:
+                shown, pixels = self.read(data, file)
+            except (ValueError, OSError) as error:  # an unreadable image or video is among them
+                reason = str(error)
+                errors.append(reason if str(file) in reason else f"{file}: {reason}")
+                continue
+            sets = {}
+            for name, scores, classes in self.scores(pixels[None].to(self.device)):
+                likeliest = zip(*scores.topk(min(top, len(classes))), strict=True)
+                sets[name] = [(classes[index], float(score)) for score, index in likeliest]
+            first = next(iter(sets.values()))
+            found.append({"file": str(file), **shown, "sets": sets, "top": first})
+        return found, errors
+
+    def read(self, data: Any, file: str) -> tuple[dict[str, Any], Tensor]:
+        """({"image": upright RGB, PIL}, the model's input for it)."""
+        from mmpreproj.data.image.image_files import EvalTransform, load_image
+
+        own = self.data_config or {}
+        transform = EvalTransform(own) if data is None else data.eval_transform()
+        image = load_image(file, 3)
+        return {"image": image}, transform(image)
+
+    def scores(self, pixels: Tensor) -> list[tuple[str, Tensor, list[str]]]:
+        """(label set, probabilities [K], class names) of one input, for each label set."""
+        logits = self(pixels)[0].float()
+        classes = self.classes or [str(index) for index in range(self.num_classes or 0)]
+        return [("class", logits.sigmoid() if self.hparams.bce else logits.softmax(0), classes)]
 
     # ---- checkpoints and records ----------------------------------------------------------------
 

@@ -10,14 +10,8 @@ from torch import Tensor, nn
 
 from mmpreproj.analysis.records import proportion
 from mmpreproj.data.loaders import Answers
-from mmpreproj.training.image import ImageClassifier
-from mmpreproj.training.metrics import (
-    EvaluationMetrics,
-    class_rows,
-    counter,
-    metrics_of,
-    percent,
-)
+from mmpreproj.training.image_classifier import ImageClassifier
+from mmpreproj.training.metrics import EvaluationMetrics, Sums, class_rows, metrics_of, percent
 
 EXAMPLES = 8  # clips kept for the skip's strength on activations
 CONTROLS = ("reversed", "shuffled", "still")
@@ -87,16 +81,16 @@ class VideoClassifier(ImageClassifier):
     def make_metrics(self, num_classes: int) -> None:
         if self.label_sets is None:  # without data: one set
             self.label_sets = {"class": self.classes or [str(i) for i in range(num_classes)]}
-        sizes = dict(zip(self.label_sets, self.sizes, strict=True))
 
-        def metrics(per_class: bool) -> nn.ModuleDict:
+        def of_sets(per_class: bool = False) -> nn.ModuleDict:
+            sizes = zip(self.label_sets, self.sizes, strict=True)
             return nn.ModuleDict(
-                {f"set_{name}": EvaluationMetrics(n, per_class) for name, n in sizes.items()}
+                {f"set_{name}": EvaluationMetrics(n, per_class) for name, n in sizes}
             )
 
-        self.val_metrics, self.test_metrics = metrics(False), metrics(True)
-        self.control_metrics = nn.ModuleDict({c: metrics(False) for c in self.hparams.controls})
-        self.opposite = counter()  # reversed clips seen the other way round
+        self.splits = nn.ModuleDict({"val": of_sets(), "test": of_sets(per_class=True)})
+        self.controls = nn.ModuleDict({name: of_sets() for name in self.hparams.controls})
+        self.opposite = Sums(n=0)  # reversed clips seen the other way round
 
     # ---- steps ----------------------------------------------------------------------------------
 
@@ -126,16 +120,15 @@ class VideoClassifier(ImageClassifier):
             found.append(probability.unflatten(0, clips.shape[:2]).mean(1))
         return [(p / p.sum(1, keepdim=True)).clamp_min(1e-30).log() for p in found]
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._count(self.log_probabilities(batch[0]), batch[1], self.val_metrics)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def evaluate(self, batch: tuple[Tensor, Tensor], split: str) -> None:
         clips, targets = batch
+        scores = self.log_probabilities(clips)
+        self._count(scores, targets, self.splits[split])
+        if split == "val":
+            return
         if self.examples is None:
             self.examples = clips[:EXAMPLES, 0].detach().cpu()
-        scores = self.log_probabilities(clips)
-        self._count(scores, targets, self.test_metrics)
-        for name, metrics in self.control_metrics.items():
+        for name, metrics in self.controls.items():
             found = self.log_probabilities(retimed(clips, name, self._places(len(clips))))
             self._count(found, targets, metrics)
             if name == "reversed":
@@ -146,7 +139,7 @@ class VideoClassifier(ImageClassifier):
         self._tested = 0
 
     def _places(self, n: int) -> list[int]:
-        """Places in the test part of the batch's n videos, whatever the batches and processes."""
+        """Places in the test split of the batch's n videos, whatever the batches and processes."""
         world, rank = self.trainer.world_size, self.trainer.global_rank
         return [rank + world * (self._tested + i) for i in range(n)]
 
@@ -156,59 +149,27 @@ class VideoClassifier(ImageClassifier):
 
     def _count_opposite(self, scores: list[Tensor], back: list[Tensor], targets: Tensor) -> None:
         """How often a clip played backwards is taken for the opposite of what it is taken for."""
-        for name, opposites in self._opposites().items():
-            assert self.label_sets is not None
-            names = list(self.label_sets)
-            place, classes = names.index(name), self.label_sets[name]
-            mapped = torch.tensor([classes.index(opposites[c]) for c in classes])
-            forward, backward = scores[place].argmax(1), back[place].argmax(1)
-            agree = mapped.to(forward.device)[forward] == backward
-            self.opposite.update((agree & (targets[:, place] >= 0)).sum())
-
-    def _opposites(self) -> Mapping[str, Mapping[str, str]]:
-        """{label set: {class: class that the reversed video is of}}, where the data know."""
-        return Answers(self._data()).opposites
+        assert self.label_sets is not None
+        for place, (name, classes) in enumerate(self.label_sets.items()):
+            if opposites := Answers(self._data()).opposites.get(name):
+                mapped = torch.tensor([classes.index(opposites[c]) for c in classes])
+                forward, backward = scores[place].argmax(1), back[place].argmax(1)
+                agree = mapped.to(forward.device)[forward] == backward
+                self.opposite.update(n=(agree & (targets[:, place] >= 0)).sum())
 
     # ---- results --------------------------------------------------------------------------------
 
-    def on_validation_epoch_end(self) -> None:
-        result = self._sets(self.val_metrics)
-        if result["n"]:
-            logged = {"n": float(result["n"]), "top1": result["top1"], "loss": result["loss"]}
-            if len(result["sets"]) > 1:
-                logged |= {f"top1_{name}": part["top1"] for name, part in result["sets"].items()}
-            self.log_dict({f"val/{key}": v for key, v in logged.items() if v is not None})
-            result |= {f"top1_{name}": part["top1"] for name, part in result["sets"].items()}
-        if not self.trainer.sanity_checking:
-            self._val_result = {key: v for key, v in result.items() if key != "sets"}
-
-    def on_test_epoch_end(self) -> None:
-        self.test_result = self._sets(self.test_metrics)
-        self.test_result["controls"] = {
-            name: self._sets(metrics) for name, metrics in self.control_metrics.items()
-        }
-        if "reversed" in self.control_metrics and self._opposites():
-            self.test_result["opposite"] = int(self.opposite.compute())
-        self.opposite.reset()
-        self.log("test/n", float(self.test_result["n"]))
-
-    def _sets(self, metrics: nn.ModuleDict) -> dict[str, Any]:
-        """The figures of a split: of each label set, and over them mean top-1 and summed loss."""
-        sets = {}
-        for name, metric in metrics.items():
-            sets[name.removeprefix("set_")] = metric.result()
-            metric.reset()
-        first = next(iter(sets.values()))
-        if not first["n"]:
-            return {"n": 0, "sets": sets}
-        losses = [part["loss"] for part in sets.values()]
-        return {
-            "n": first["n"],
-            "top1": sum(part["top1"] for part in sets.values()) / len(sets),
-            "loss": None if None in losses else sum(losses),
-            "n_loss": first["n_loss"],
-            "sets": sets,
-        }
+    def figures(self, split: str) -> dict[str, Any]:
+        result = _over_sets(self.splits[split])
+        if split == "val":
+            several = result["n"] and len(result["sets"]) > 1
+            sets = result["sets"].items() if several else ()
+            return result | {f"top1_{name}": found["top1"] for name, found in sets}
+        result["controls"] = {name: _over_sets(metrics) for name, metrics in self.controls.items()}
+        opposite = int(self.opposite.take()["n"])
+        if "reversed" in self.controls and Answers(self._data()).opposites:
+            result["opposite"] = opposite
+        return result
 
     def metrics(self, result: dict[str, Any] | None) -> dict[str, Any] | None:
         """One label set: as for images. Several: their mean top-1, and each by its name."""
@@ -253,6 +214,22 @@ class VideoClassifier(ImageClassifier):
                 rows.append(["  taken for the opposite", percent(control["opposite"])])
         return rows
 
+    # ---- predictions ----------------------------------------------------------------------------
+
+    def read(self, data: Any, file: str) -> tuple[dict[str, Any], Tensor]:
+        """({"frames": uint8 [T, H, W, 3] of the view in the middle}, the model's input)."""
+        if data is None:
+            raise ValueError("the checkpoint does not say how its clips were sampled")
+        transform = data.eval_transform()
+        frames = transform.frames(file)
+        return {"frames": frames[len(frames) // 2]}, transform.of_frames(frames)
+
+    def scores(self, pixels: Tensor) -> list[tuple[str, Tensor, list[str]]]:
+        assert self.label_sets is not None
+        scores = [of_set[0].exp() for of_set in self.log_probabilities(pixels)]
+        named = zip(self.label_sets.items(), scores, strict=True)
+        return [(name, found, classes) for (name, classes), found in named]
+
     # ---- checkpoints ----------------------------------------------------------------------------
 
     def saved_facts(self) -> dict[str, Any]:
@@ -265,6 +242,22 @@ class VideoClassifier(ImageClassifier):
     def data_spec(self, init: dict[str, Any]) -> dict[str, Any]:
         # The training mapping: a folder of other classes must not renumber it.
         return {**init, "label_sets": self.label_sets}
+
+
+def _over_sets(metrics: nn.ModuleDict) -> dict[str, Any]:
+    """The figures of a split: of each label set, and over them mean top-1 and summed loss."""
+    sets = {name.removeprefix("set_"): metric.take() for name, metric in metrics.items()}
+    first = next(iter(sets.values()))
+    if not first["n"]:
+        return {"n": 0, "sets": sets}
+    losses = [found["loss"] for found in sets.values()]
+    return {
+        "n": first["n"],
+        "top1": sum(found["top1"] for found in sets.values()) / len(sets),
+        "loss": None if None in losses else sum(losses),
+        "n_loss": first["n_loss"],
+        "sets": sets,
+    }
 
 
 def output_names(label_sets: Mapping[str, list[str]]) -> list[str]:

@@ -1,11 +1,12 @@
 """What the Lightning modules share: recipe, moving average, sums of the loss, history, checkpoints.
 
-A module of a task (image.py, video.py, language.py) adds how its model is built, one step, and what
-evaluation counts.
+A module of a task (ImageClassifier, VideoClassifier, LanguageModel) adds how its model is built,
+one step, and what evaluation counts.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,28 +20,30 @@ from torch import Tensor, nn
 
 from mmpreproj.backbones import building
 from mmpreproj.data.loaders import Answers
-from mmpreproj.training.metrics import counter, exact
+from mmpreproj.training.metrics import exact
 from mmpreproj.training.recipe import make_optimizer, make_schedule
 
 SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+GOES_WITH = {"images": "ImageClassifier", "clips": "VideoClassifier", "text": "LanguageModel"}
+LOGGED = ("n", "top1", "top5", "loss")
 
 
 class TrainedModule(LightningModule):
     """Base of the modules that `tools/train.py` trains.
 
-    A subclass fills `model` in configure_model, calls `start_average` there, `count_loss` in its
-    training step, and sets `optimizer_config` and `schedule_config`. Its hyper-parameters are plain
-    types, so that a checkpoint loads with torch.load(weights_only=True).
+    A subclass keeps its settings with `keep` and sets `optimizer_config` and `schedule_config`; it
+    fills `model` in configure_model and calls `start_average` there, calls `count_loss` in its
+    training step, counts what evaluation sees in `evaluate`, and gives the `figures` of it.
     """
 
-    monitor: ClassVar[tuple[str, str]] = ("val/top1", "max")
-    """What the best checkpoint is chosen by; of equal ones, the one with the lower val/loss."""
     needs: ClassVar[str] = "images"
     """The kind of batches, as a data module `gives` them: "images", "clips" or "text"."""
     counts: ClassVar[str] = "images"
     """What a batch is counted in, and the speed told in."""
     predicts: ClassVar[str] = "classes"
     """What it makes of a person's input: "classes", of a file, or "text", behind a prompt."""
+    monitor: ClassVar[tuple[str, str]] = ("val/top1", "max")
+    """What the best checkpoint is chosen by; of equal ones, the one with the lower val/loss."""
     large: ClassVar[bool] = False
     """The tested module itself is reported: a second copy of the weights would not be wanted."""
 
@@ -54,11 +57,17 @@ class TrainedModule(LightningModule):
         self.test_result: dict[str, Any] | None = None
         self.examples: Tensor | None = None  # inputs kept for the skip's strength on activations
         self.loaded: dict[str, Any] = {}
-        self.train_loss = counter()  # times n, so that n weighs it
-        self.train_n = counter()
-        self._loss_sum: Tensor | None = None
+        self._loss_sum: Tensor | None = None  # of the epoch: times n, so that n weighs it
         self._loss_n = 0
         self._val_result: dict[str, Any] | None = None
+
+    def keep(self, settings: Mapping[str, Any]) -> None:
+        """Hold the arguments of __init__ (its locals()) as hyper-parameters, in plain types.
+
+        A checkpoint must load with torch.load(weights_only=True).
+        """
+        named = {k: as_plain(v) for k, v in settings.items() if k not in ("self", "__class__")}
+        self.save_hyperparameters(named, logger=False)
 
     # ---- what the tools ask of a task -----------------------------------------------------------
 
@@ -82,10 +91,6 @@ class TrainedModule(LightningModule):
         """How much a batch of this process is, in what `counts` names."""
         return len(batch[1])
 
-    def examples_float(self) -> Tensor | None:
-        """`examples` for the model in float32; they may have been kept in half precision."""
-        return None if self.examples is None else self.examples.float()
-
     def headline(self, metrics: dict[str, Any]) -> list[list[str]]:
         """The rows of [label, figure] that sum up `metrics` of the test on the screen."""
         raise NotImplementedError
@@ -102,9 +107,8 @@ class TrainedModule(LightningModule):
         """Raises ValueError if the data module gives what another module trains on."""
         gives = Answers(data).gives
         if gives not in (None, self.needs):
-            fit = {"images": "ImageClassifier", "clips": "VideoClassifier", "text": "LanguageModel"}
-            name = type(data).__name__
-            raise ValueError(f"{name} goes with {fit[gives]}, not with {type(self).__name__}")
+            name, fit = type(data).__name__, GOES_WITH[gives]
+            raise ValueError(f"{name} goes with {fit}, not with {type(self).__name__}")
 
     def resumes(self) -> bool:
         """Whether a checkpoint will be loaded over the weights: starting weights are pointless."""
@@ -166,10 +170,8 @@ class TrainedModule(LightningModule):
         schedule = make_schedule(optimizer, self.schedule_config, total, per_epoch)
         if schedule is None:
             return optimizer
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 1},
-        }
+        scheduler = {"scheduler": schedule, "interval": "step", "frequency": 1}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """timm's schedulers take the number of updates done, which a resumed run knows too."""
@@ -182,6 +184,17 @@ class TrainedModule(LightningModule):
 
     def on_fit_start(self) -> None:
         self.train()
+
+    def on_train_start(self) -> None:
+        rank_zero_info(self.summary())
+
+    def summary(self) -> str:
+        """One line about the model, for the start of a run."""
+        counts = building.parameter_counts(self.model)
+        parts = [f"{counts['total']:,} parameters", f"{counts['new']:,} new"]
+        if counts["trainable"] != counts["total"]:
+            parts.append(f"{counts['trainable']:,} trained")
+        return f"{self.facts()['model']}: {', '.join(parts)}"
 
     def count_loss(self, loss: Tensor, n: int, batch_idx: int) -> None:
         """Add a batch's mean loss over n items to the epoch's; show it now and then."""
@@ -206,14 +219,11 @@ class TrainedModule(LightningModule):
         return max(group["lr"] for group in self.trainer.optimizers[0].param_groups)
 
     def on_train_epoch_end(self) -> None:
-        if self._loss_sum is not None:
-            self.train_loss.update(self._loss_sum)
-        self.train_n.update(self._loss_n)
+        own = torch.tensor([float(self._loss_sum or 0.0), self._loss_n], dtype=exact())
+        total = self.trainer.strategy.reduce(own.to(self.device), reduce_op="sum").tolist()
         self._loss_sum, self._loss_n = None, 0
-        n = int(self.train_n.compute())
-        loss = float(self.train_loss.compute()) / n if n else math.nan
-        self.train_n.reset()
-        self.train_loss.reset()
+        n = int(total[1])
+        loss = total[0] / n if n else math.nan
         if not math.isfinite(loss):
             rank_zero_warn(f"the training loss of epoch {self.current_epoch} is {loss}")
         self.log_dict({"train/loss": loss, "train/n": float(n)}, sync_dist=True)
@@ -222,11 +232,37 @@ class TrainedModule(LightningModule):
         self.history.append(row | {f"val/{k}": v for k, v in (self._val_result or {}).items()})
         self._val_result = None
 
-    # ---- checkpoints ----------------------------------------------------------------------------
+    # ---- evaluation -----------------------------------------------------------------------------
 
-    def load_weights(self, state: dict[str, Tensor]) -> None:
-        """Load a checkpoint's weights outside of a trainer."""
-        self.load_state_dict(state)
+    def evaluate(self, batch: Any, split: str) -> None:
+        """Count a batch of "val" or "test"."""
+        raise NotImplementedError
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluate(batch, "val")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluate(batch, "test")
+
+    def figures(self, split: str) -> dict[str, Any]:
+        """What was counted of "val" or "test" over all processes, forgotten here; "n" is in it."""
+        raise NotImplementedError
+
+    def on_validation_epoch_end(self) -> None:
+        result = self._logged("val")
+        if not self.trainer.sanity_checking:
+            self._val_result = {k: v for k, v in result.items() if not isinstance(v, dict)}
+
+    def on_test_epoch_end(self) -> None:
+        self.test_result = self._logged("test")
+
+    def _logged(self, split: str) -> dict[str, Any]:
+        result = self.figures(split)
+        for name, value in result.items():
+            if value is not None and (name in LOGGED or name.startswith("top1_")):
+                shown = name in ("top1", "loss")
+                self.log(f"{split}/{name}", float(value), prog_bar=shown, sync_dist=True)
+        return result
 
     def replace_evaluations(self, evaluations: Mapping[str, Any]) -> None:
         """Evaluate something else at the test, where the model knows such evaluations.
@@ -234,6 +270,8 @@ class TrainedModule(LightningModule):
         Raises: ValueError where it does not.
         """
         raise ValueError(f"evaluations are for language models, not for {type(self).__name__}")
+
+    # ---- checkpoints ----------------------------------------------------------------------------
 
     def saved_facts(self) -> dict[str, Any]:
         """What `load_facts` needs back, beside the hyper-parameters and the weights."""
@@ -265,13 +303,13 @@ class TrainedModule(LightningModule):
             self._loss_sum = torch.tensor(own["loss_sum"], dtype=exact(), device=self.device)
             self._loss_n = own["loss_n"]
 
-    def summary(self) -> str:
-        """One line about the model, for the start of a run."""
-        counts = building.parameter_counts(self.model)
-        parts = [f"{counts['total']:,} parameters", f"{counts['new']:,} new"]
-        if counts["trainable"] != counts["total"]:
-            parts.append(f"{counts['trainable']:,} trained")
-        return f"{self.facts()['model']}: {', '.join(parts)}"
 
-    def on_train_start(self) -> None:
-        rank_zero_info(self.summary())
+def as_plain(value: Any) -> Any:
+    """Dataclasses and mappings as dicts, sequences as lists, all the way down."""
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: as_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

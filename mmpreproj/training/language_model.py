@@ -6,13 +6,13 @@ the scored positions alone (mmpreproj.evaluation).
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 
 import mmpreproj
 from mmpreproj.backbones.lm import load_language_model, new_language_model
@@ -27,15 +27,14 @@ from mmpreproj.backbones.lm.lm_tokenizer import (
 from mmpreproj.backbones.modes import set_checkpointing, train_blocks
 from mmpreproj.data.loaders import Answers
 from mmpreproj.evaluation.encoding import continue_text
-from mmpreproj.evaluation.tasks import EvaluationConfig, read_suite, run_suite
+from mmpreproj.evaluation.tasks import EvaluationConfig, read_suite, run_suite, task_line
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.saving import fingerprint
-from mmpreproj.training.language_metrics import language_headline, language_metrics
 from mmpreproj.training.lm_loss import lm_loss
-from mmpreproj.training.lora import LoraConfig, as_lora, attach_lora
-from mmpreproj.training.metrics import counter
-from mmpreproj.training.module import TrainedModule
+from mmpreproj.training.lora import LoraConfig, attach_lora
+from mmpreproj.training.metrics import Sums, finite
 from mmpreproj.training.recipe import OptimizerConfig, ScheduleConfig, as_config
+from mmpreproj.training.trained_module import TrainedModule
 
 OPTIMIZER, SCHEDULE = OptimizerConfig(), ScheduleConfig()
 EXAMPLES = (4, 256)  # blocks, and tokens of each, kept for the skip's strength on activations
@@ -65,7 +64,7 @@ class LanguageModel(TrainedModule):
         ema_decay: of the weights' moving average; None is off.
         ema_warmup: let the decay rise from 0.
         grad_checkpointing: recompute activations in the backward pass.
-        compile: torch.compile the trunk.
+        compile: torch.compile the base model, all but the output layer.
         evaluations: what to evaluate at the end, by name.
         prompts: texts to continue at the end, for a look at what was learned; null: none.
         prompt_tokens: tokens of each continuation.
@@ -101,11 +100,12 @@ class LanguageModel(TrainedModule):
         prompt_tokens: int = 60,
     ) -> None:
         super().__init__()
-        self.optimizer_config = as_config(OptimizerConfig, optimizer)
-        self.schedule_config = as_config(ScheduleConfig, schedule)
-        self.preproj_config = None if preproj is None else as_config(PreProjConfig, preproj)
-        self.lora_config = None if lora is None else as_lora(lora)
+        self.optimizer_config = optimizer = as_config(OptimizerConfig, optimizer)
+        self.schedule_config = schedule = as_config(ScheduleConfig, schedule)
+        self.preproj_config = preproj = as_config(PreProjConfig, preproj)
+        self.lora_config = lora = as_config(LoraConfig, lora)
         self.replace_evaluations(evaluations or {})
+        evaluations, prompts = self.evaluations, prompts or []
         if (model is None) == (model_type is None):
             raise ValueError(
                 f"give either model (a name, folder or file) or model_type (a new model), found "
@@ -114,7 +114,7 @@ class LanguageModel(TrainedModule):
         if model is not None and model_args:
             raise ValueError(f"model_args are for a new model (model_type), not for {model}")
         if self.lora_config is not None and self.preproj_config is not None:
-            raise ValueError("give preproj or lora, not both: they are arms to compare")
+            raise ValueError("give preproj or lora, not both: LoRA is the baseline")
         if self.lora_config is not None and not freeze_base:
             raise ValueError("lora trains beside a frozen base: set freeze_base: true")
         if freeze_base and model is None:
@@ -123,30 +123,11 @@ class LanguageModel(TrainedModule):
             raise ValueError(
                 f"ema_decay={ema_decay} must be between 0 and 1, without freeze_base, or null"
             )
-        # Plain types only: the checkpoint must load with torch.load(weights_only=True).
-        plain = {
-            "model": model,
-            "model_type": model_type,
-            "model_args": dict(model_args) if model_args else None,
-            "dtype": dtype,
-            "preproj": None if self.preproj_config is None else self.preproj_config.to_dict(),
-            "lora": None if self.lora_config is None else self.lora_config.to_dict(),
-            "freeze_base": freeze_base,
-            "optimizer": dataclasses.asdict(self.optimizer_config),
-            "schedule": dataclasses.asdict(self.schedule_config),
-            "ema_decay": ema_decay,
-            "ema_warmup": ema_warmup,
-            "grad_checkpointing": grad_checkpointing,
-            "compile": compile,
-            "evaluations": {n: dataclasses.asdict(c) for n, c in self.evaluations.items()},
-            "prompts": list(prompts or []),
-            "prompt_tokens": prompt_tokens,
-        }
-        self.save_hyperparameters(plain, logger=False)
+        self.keep(locals())
         self.strict_loading = not freeze_base  # a probe's checkpoint leaves the base out
         self.tokenizer: Any = None
         self.base_fingerprint: str | None = None
-        self.sums = nn.ModuleDict({name: counter() for name in ("nll", "n")})
+        self.sums = Sums(nll=0, n=0)
 
     # ---- building -------------------------------------------------------------------------------
 
@@ -223,9 +204,9 @@ class LanguageModel(TrainedModule):
         if self.evaluations and not data.has_split("test"):
             raise ValueError(
                 f"evaluations ({', '.join(self.evaluations)}) run with the test, but there is no "
-                "test part; give --data.test, or a test_fraction above 0"
+                "test split; give --data.test, or a test_fraction above 0"
             )
-        data.setup()  # now that the tokenizer is known: a fault in any part shows before training
+        data.setup()  # now that the tokenizer is known: a fault in any split shows before training
 
     def _same_base(self, then: str | None, now: str | None) -> None:
         if then is not None and now is not None and then != now:
@@ -235,12 +216,10 @@ class LanguageModel(TrainedModule):
             )
 
     def set_frozen_modes(self) -> None:
-        self.model.eval()
+        super().set_frozen_modes()
         for name, module in self.model.named_modules():
             if ".lora_dropout" in name:
                 module.train()
-        for preproj in mmpreproj.preproj_modules(self.model).values():
-            preproj.train()
         if self.hparams.grad_checkpointing:
             train_blocks(self.model)
 
@@ -269,28 +248,27 @@ class LanguageModel(TrainedModule):
         self.count_loss(loss, n, batch_idx)
         return loss
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._evaluate(batch)
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._evaluate(batch)
-
-    def _evaluate(self, batch: dict[str, Tensor]) -> None:
+    def evaluate(self, batch: dict[str, Tensor], split: str) -> None:
         ids = batch["input_ids"]
         if self.examples is None:
             self.examples = ids[: EXAMPLES[0], : EXAMPLES[1]].detach().cpu()
         head = self.head if self.ema is None else lm_head_of(self.evaluated)
         nll, n = lm_loss(self.evaluated, ids, batch["targets"], head=head)
-        self.sums["nll"].update(nll.double())
-        self.sums["n"].update(float(n))
+        self.sums.update(nll=nll.double(), n=n)
 
-    def on_validation_epoch_end(self) -> None:
-        result = self._finish("val")
-        if not self.trainer.sanity_checking:
-            self._val_result = result
+    def figures(self, split: str) -> dict[str, Any]:
+        sums = self.sums.take()
+        nll, n = sums["nll"], int(sums["n"])
+        if not n:
+            return {"n": 0}
+        result: dict[str, Any] = {"n": n, "nll": nll, "loss": nll / n}
+        facts = Answers(self._data()).describe().get(split)
+        if facts and facts.get("n_tokens") == n + 1:  # the whole split: its words and bytes count
+            result |= {"words": facts["n_words"], "bytes": facts["n_bytes"]}
+        return result
 
     def on_test_epoch_end(self) -> None:
-        self.test_result = self._finish("test")
+        super().on_test_epoch_end()
         if self.evaluations:
             rank_zero_info(f"evaluating {', '.join(self.evaluations)}")
             with self.trainer.precision_plugin.forward_context():
@@ -301,19 +279,6 @@ class LanguageModel(TrainedModule):
                     progress=self.trainer.progress_bar_callback is not None,
                     held=self.held,
                 )
-
-    def _finish(self, stage: str) -> dict[str, Any]:
-        nll, n = float(self.sums["nll"].compute()), int(self.sums["n"].compute())
-        for metric in self.sums.values():
-            metric.reset()
-        if not n:
-            return {"n": 0}
-        result: dict[str, Any] = {"n": n, "nll": nll, "loss": nll / n}
-        self.log_dict({f"{stage}/loss": nll / n, f"{stage}/n": float(n)}, prog_bar=True)
-        facts = Answers(self._data()).describe().get(stage)
-        if facts and facts.get("n_tokens") == n + 1:  # the whole part: its words and bytes count
-            result |= {"words": facts["n_words"], "bytes": facts["n_bytes"]}
-        return result
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
@@ -326,23 +291,15 @@ class LanguageModel(TrainedModule):
     def _trained(self) -> list[str]:
         return [name for name, p in self.named_parameters() if p.requires_grad]
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        if self.model is not None:
-            self._check_state(checkpoint["state_dict"])
-
-    def _check_state(self, state: dict[str, Tensor]) -> None:
-        if self.hparams.freeze_base:
-            wrong = sorted(set(self._trained()) ^ state.keys())
-            if wrong:
-                raise ValueError(
-                    f"the checkpoint's trained parameters are not this model's: {wrong[0]!r} and "
-                    f"{len(wrong) - 1} others are in one of them only"
-                )
-
-    def load_weights(self, state: dict[str, Tensor]) -> None:
-        self._check_state(state)
-        self.load_state_dict(state, strict=self.strict_loading)
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Raises ValueError if a probe's parameters are not those that this one trains."""
+        wrong = sorted(set(self._trained()) ^ state_dict.keys())
+        if self.hparams.freeze_base and wrong:
+            raise ValueError(
+                f"the checkpoint's trained parameters are not this model's: {wrong[0]!r} and "
+                f"{len(wrong) - 1} others are in one of them only"
+            )
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
     def saved_facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = {
@@ -381,13 +338,37 @@ class LanguageModel(TrainedModule):
         }
 
     def metrics(self, result: dict[str, Any] | None) -> dict[str, Any] | None:
-        return language_metrics(result)
+        """{"loss": …, "perplexity": {"token": …, "word": …, "byte": …}, "tasks": …}.
+
+        Words and bytes are known of a whole split alone.
+        """
+        if not result or not result.get("n"):
+            return None
+        n, loss = int(result["n"]), result["loss"]
+        nll = result.get("nll", loss * n)
+        counts = {"token": n, "word": result.get("words"), "byte": result.get("bytes")}
+
+        def perplexity(count: int) -> float | None:
+            return math.exp(nll / count) if nll / count < 700 else None
+
+        return {
+            "loss": {"value": finite(loss), "n": n},
+            "perplexity": {
+                unit: {"value": perplexity(count), "n": int(count)} if count else None
+                for unit, count in counts.items()
+            },
+            "tasks": result.get("tasks") or {},
+        }
 
     def headline(self, metrics: dict[str, Any]) -> list[list[str]]:
-        return language_headline(metrics)
-
-    def examples_float(self) -> Tensor | None:
-        return self.examples  # token ids
+        figures = metrics.get("perplexity") or {}
+        rows = [
+            [f"test perplexity per {unit}", f"{f['value']:,.3f}  n = {f['n']:,} {unit}s"]
+            for unit, f in figures.items()
+            if f and f["value"] is not None
+        ]
+        tasks = metrics.get("tasks") or {}
+        return rows + [[name, task_line(result)] for name, result in tasks.items()]
 
     def finish(self, folder: Path | None, reported: TrainedModule | None, data: Any) -> None:
         """Write the trained parameters as a small folder, and continue the prompts."""
