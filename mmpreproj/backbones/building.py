@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import timm
-import torch
 from timm.data import resolve_model_data_config
 from timm.models import get_model_input_config, load_state_dict
 from torch import Tensor, nn
@@ -23,6 +22,19 @@ from mmpreproj.attach import attach, freeze_base, preproj_modules
 from mmpreproj.hub_cache import require_hub
 from mmpreproj.messages import nearest
 from mmpreproj.preproj import PreProjConfig
+
+__all__ = [
+    "build_model",
+    "check_image_size",
+    "check_kind",
+    "check_name",
+    "classifier_names",
+    "freeze",
+    "input_config",
+    "num_frames",
+    "parameter_counts",
+    "set_frozen_modes",
+]
 
 HUGGING_FACE = "hf:"
 # What timm looks for in a hub repository
@@ -66,7 +78,16 @@ def build_model(
             raise ValueError(f"model_args holds {key}: give it as the module's own {key} instead")
     method: Mapping[str, Tensor] = {}
     if name.startswith(HUGGING_FACE):
-        model = _create_hf(name, num_classes, arguments, pretrained, weights)
+        if weights is not None:
+            raise ValueError(
+                f"weights={str(weights)!r} go with timm's models; for transformers' give the "
+                f"folder that holds config.json and the weights, as model={HUGGING_FACE}FOLDER "
+                "with pretrained: true"
+            )
+        from mmpreproj.backbones.hf_vision import create_hf_classifier
+
+        found = name.removeprefix(HUGGING_FACE)
+        model = create_hf_classifier(found, num_classes, arguments, pretrained)
     else:
         source = None
         if weights is not None:
@@ -235,35 +256,24 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
     }
 
 
-def _create_hf(
-    name: str,
-    num_classes: int,
-    arguments: Mapping[str, Any],
-    pretrained: bool,
-    weights: str | os.PathLike[str] | None,
-) -> nn.Module:
-    if weights is not None:
-        raise ValueError(
-            f"weights={str(weights)!r} go with timm's models; for transformers' give the folder "
-            f"that holds config.json and the weights, as model={HUGGING_FACE}FOLDER with "
-            "pretrained: true"
-        )
-    from mmpreproj.backbones.hf_vision import create_hf_classifier
-
-    return create_hf_classifier(name.removeprefix(HUGGING_FACE), num_classes, arguments, pretrained)
-
-
 def _create(
     name: str,
     arguments: dict[str, Any],
     source: dict[str, Any] | None,
     weights: str | os.PathLike[str] | None,
 ) -> nn.Module:
-    told = LoadReport()
+    told: dict[str, list[str]] = {"Missing": [], "Unexpected": []}
+
+    def note(record: logging.LogRecord) -> bool:
+        found = re.match(r"(Missing|Unexpected) keys \((.*?)\) ", record.getMessage())
+        if found:
+            told[found[1]] += found[2].split(", ")
+        return record.levelno >= shown
+
     builder = logging.getLogger("timm.models._builder")
-    level = builder.level
-    builder.addHandler(told)
-    builder.setLevel(logging.INFO)  # timm tells of missing keys at this level, and nowhere else
+    level, shown = builder.level, builder.getEffectiveLevel()
+    builder.addFilter(note)
+    builder.setLevel(min(shown, logging.INFO))  # at which timm tells of keys, and nowhere else
     try:
         model = timm.create_model(
             name, pretrained=source is not None, pretrained_cfg_overlay=source, **arguments
@@ -277,17 +287,19 @@ def _create(
         message = str(error)[:600]
         raise ValueError(f"weights={str(weights)!r} do not fit {name}: {message}") from error
     finally:
-        builder.removeHandler(told)
+        builder.removeFilter(note)
         builder.setLevel(level)
     (getattr(model, "pretrained_cfg", None) or {}).pop("state_dict", None)  # timm keeps it
     heads = tuple(classifier_names(model))
-    lost = [key for key in told.unexpected if ".preproj." in key]
+    lost = [key for key in told["Unexpected"] if ".preproj." in key]
     if lost:
         raise ValueError(
             f"weights={str(weights)!r} hold {len(lost)} tensors of the method that {name} with "
             f"model_args={arguments} has no place for, such as {lost[0]!r}"
         )
-    missing = [key for key in told.missing if not key.startswith(heads) and ".preproj." not in key]
+    missing = [
+        key for key in told["Missing"] if not key.startswith(heads) and ".preproj." not in key
+    ]
     if missing:
         raise ValueError(
             f"the weights for {name} ({weights or 'pretrained'}) lack {len(missing)} tensors of "
@@ -296,37 +308,20 @@ def _create(
     return model
 
 
-class LoadReport(logging.Handler):
-    """Collects the keys that timm found missing in a checkpoint, and those it had no place for."""
-
-    def __init__(self) -> None:
-        super().__init__(level=logging.INFO)
-        self.missing: list[str] = []
-        self.unexpected: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        found = re.match(r"(Missing|Unexpected) keys \((.*?)\) ", record.getMessage())
-        if found:
-            keys = self.missing if found.group(1) == "Missing" else self.unexpected
-            keys += found.group(2).split(", ")
-
-
 def fill_method(
     model: nn.Module, method: Mapping[str, Tensor], weights: str | os.PathLike[str] | None
 ) -> None:
     """Load a checkpoint's tensors of the method into a model that it was attached to."""
-    own = {name: p for name, p in model.named_parameters() if ".preproj." in name}
-    wrong = sorted(own.keys() ^ method.keys())
-    wrong += [n for n in own.keys() & method.keys() if own[n].shape != method[n].shape]
+    own = {name: p.shape for name, p in model.named_parameters() if ".preproj." in name}
+    given = {name: tensor.shape for name, tensor in method.items()}
+    wrong = sorted({name for name, _ in own.items() ^ given.items()})
     if wrong:
         raise ValueError(
             f"weights={str(weights)!r} hold the method, in another form than this model has it: "
             f"{wrong[0]!r} and {len(wrong) - 1} others do not agree. Give the preproj: settings "
             "that the checkpoint was trained with"
         )
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(method[name])
+    model.load_state_dict(method, strict=False)
 
 
 def local_source(name: str, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

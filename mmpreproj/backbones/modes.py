@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+__all__ = ["evaluating", "set_checkpointing", "train_blocks"]
+
 # Fields of a configuration by which some blocks drop out by themselves, instead of by a module
 _DROPOUT = ("dropout", "hidden_dropout", "attention_dropout", "activation_dropout")
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.eva import Eva
 from timm.models.eva import checkpoint_filter_fn as eva_checkpoint_filter_fn
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from mmpreproj.attach import attach, preproj_modules
@@ -34,6 +35,7 @@ SIZES = {
     "base": {"embed_dim": 768, "depth": 12, "num_heads": 12},
     "large": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
 }
+EVA = {name: parameter.default for name, parameter in inspect.signature(Eva).parameters.items()}
 # What timm's vit_*_patch16_rope_224 are, as keywords of Eva, beside their size.
 ROPE_VIT = {
     "patch_size": 16,
@@ -71,10 +73,9 @@ def method_of(keywords: dict[str, Any]) -> PreProjConfig:
     """
     names = {field.name for field in dataclasses.fields(PreProjConfig)} - set(_NOT_KEYWORDS)
     config = PreProjConfig(**{name: keywords.pop(name) for name in names & keywords.keys()})
-    known = inspect.signature(Eva).parameters
-    for name in keywords.keys() - known.keys():
+    for name in keywords.keys() - EVA.keys():
         use = _OF_VIT.get(name)
-        hint = f"; use {use!r}" if use else did_you_mean(name, [*known, *names])
+        hint = f"; use {use!r}" if use else did_you_mean(name, [*EVA, *names])
         raise TypeError(f"{name!r} is not a keyword of timm's Eva, which this model is{hint}")
     return config
 
@@ -100,29 +101,8 @@ class PreProjVisionTransformer(Eva):
         for module in preproj_modules(self).values():
             module.reset_parameters()
 
-    def get_intermediate_layers(
-        self,
-        x: Tensor,
-        n: int | Sequence[int] = 1,
-        reshape: bool = False,
-        return_prefix_tokens: bool = False,
-        norm: bool = False,
-        attn_mask: Tensor | None = None,
-    ) -> list[Tensor] | list[tuple[Tensor, Tensor]]:
-        """The outputs of the last `n` blocks, or of the blocks that `n` lists (DINO's interface).
-
-        Shape: x [B, C, H, W] -> a list of [B, T, D], or [B, D, H / patch, W / patch] if `reshape`;
-        with `return_prefix_tokens`, of pairs of that and the class token [B, 1, D].
-        """
-        return self.forward_intermediates(
-            x,
-            n,
-            return_prefix_tokens=return_prefix_tokens,
-            norm=norm,
-            output_fmt="NCHW" if reshape else "NLC",
-            intermediates_only=True,
-            attn_mask=attn_mask,
-        )
+    # DINO's interface, which timm's Eva has not.
+    get_intermediate_layers = VisionTransformer.get_intermediate_layers
 
 
 def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor]:

@@ -27,6 +27,8 @@ from mmpreproj.backbones.hf_vision.loading import (
 )
 from mmpreproj.backbones.modes import set_checkpointing, train_blocks
 
+__all__ = ["HFClassifier", "create_hf_classifier"]
+
 # Parameters that timm's recipes keep out of weight decay, by the end of their names
 _NO_DECAY = (
     *("cls_token", "distillation_token", "mask_token", "query_tokens", "register_tokens"),
@@ -57,12 +59,11 @@ class HFClassifier(nn.Module):
         super().__init__()
         self.model = model
         self.config = config
-        self.family = family = FAMILIES[config.model_type]
         heads = dict(self._classifiers())
         self.num_classes = next(iter(heads.values())).out_features
         self._head_widths = {name: head.in_features for name, head in heads.items()}
         self.grad_checkpointing = False
-        self.shape = InputShape.of(config, family)
+        self.shape = InputShape.of(config)
         self.in_chans = self.shape.channels
         self.num_frames = self.shape.frames
         self.num_features = vision_config(config).hidden_size
@@ -72,17 +73,9 @@ class HFClassifier(nn.Module):
             "architecture": name,
             "input_size": (self.in_chans, *(size or self.shape.size)),
             "fixed_input_size": not self.shape.other_sizes,
-            "fixed_num_frames": family.video and not self.shape.other_frames,
-            "classifier": tuple(self._head()),
+            "classifier": tuple(f"model.{path}" for path in head_paths(model)),
             **data,
         }
-
-    def _head(self) -> list[str]:
-        """Paths of the head's modules that hold parameters."""
-        paths = [f"model.{path}" for path in head_paths(self.model)]
-        return [
-            path for path in paths if next(self.get_submodule(path).parameters(), None) is not None
-        ]
 
     def _classifiers(self) -> Iterator[tuple[str, nn.Linear]]:
         # distilled DeiT has two
@@ -104,7 +97,6 @@ class HFClassifier(nn.Module):
                 new = linear(width, num_classes, std, **factory)
             setattr(self.model, name, new.train(self.training))
         self.num_classes = self.config.num_labels = num_classes
-        self.pretrained_cfg["classifier"] = tuple(self._head())
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the inputs of blocks in training, and compute the rest again."""
@@ -175,8 +167,7 @@ def create_hf_classifier(
     config.num_labels = max(num_classes, 1)
     model = load_model(found, config) if pretrained else new_model(found, config)
     for path in family.unused:
-        parent, _, child = path.rpartition(".")
-        setattr(model.get_submodule(parent), child, nn.Identity())
+        model.set_submodule(path, nn.Identity())
     for key, parameter in model.named_parameters():
         if key.endswith("mask_token"):  # of pre-training: it would never get a gradient
             parameter.requires_grad_(False)

@@ -9,6 +9,8 @@ from typing import Any
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from timm.layers import to_2tuple
 
+__all__ = ["FAMILIES", "Family", "InputShape", "input_of"]
+
 IMAGENET = (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
 HALF = ((0.5,) * 3, (0.5,) * 3)
 
@@ -69,12 +71,13 @@ class InputShape:
     frames: int | None
     patch: tuple[int, int]
     tubelet: int
+    oblong: bool
     other_sizes: bool
     other_frames: bool
 
     @classmethod
-    def of(cls, config: Any, family: Family) -> InputShape:
-        vision = vision_config(config)
+    def of(cls, config: Any) -> InputShape:
+        vision, family = vision_config(config), FAMILIES[config.model_type]
 
         def first(*names: str) -> Any:
             return next((getattr(vision, n) for n in names if hasattr(vision, n)), None)
@@ -88,13 +91,14 @@ class InputShape:
             frames=first("num_frames", "frames_per_clip") if family.video else None,
             patch=to_2tuple(patch),
             tubelet=tubelet,
+            oblong=family.oblong,
             other_sizes=family.other_sizes,
             # The layers of divided attention count with the configuration's number.
             other_frames=family.other_frames
             or getattr(vision, "attention_type", None) == "joint_space_time",
         )
 
-    def check_built(self, name: str, family: Family, resized: bool) -> None:
+    def check_built(self, name: str, resized: bool) -> None:
         """Raises ValueError if no model can be built for these sizes.
 
         Args:
@@ -102,7 +106,7 @@ class InputShape:
                 patches (SigLIP's 384 px by 14): their last pixels are not seen.
         """
         height, width = self.size
-        if height != width and not family.oblong:
+        if height != width and not self.oblong:
             raise ValueError(f"hf:{name} takes square images only, found {height}x{width} px")
         self._check_divides(f"hf:{name}", self.frames, self.size if resized else self.patch)
 

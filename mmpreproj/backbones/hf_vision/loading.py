@@ -22,6 +22,16 @@ from mmpreproj.backbones.hf_vision.families import (
 from mmpreproj.hub_cache import MODEL_FILES, Source, cached_snapshot, require_model
 from mmpreproj.messages import listed, nearest, need
 
+__all__ = [
+    "TokensClassifier",
+    "configured",
+    "find_vision_source",
+    "load_model",
+    "new_model",
+    "preprocessing",
+    "read_config",
+]
+
 _logger = logging.getLogger(__name__)
 
 # Names that timm's models and those of video share, and what some configurations call them.
@@ -110,8 +120,7 @@ def configured(config: Any, model_args: Mapping[str, Any], name: str) -> Any:
         if names[0] in changed:
             raise ValueError(f"model_args gives {names[0]} twice, once as {given}")
         changed[names[0]] = value
-    family = FAMILIES[config.model_type]
-    before = InputShape.of(config, family)
+    before = InputShape.of(config)
     try:
         new = type(vision).from_dict({**vision.to_dict(), **changed})
     except Exception as error:  # the strict dataclass's own
@@ -120,8 +129,8 @@ def configured(config: Any, model_args: Mapping[str, Any], name: str) -> Any:
         config = new
     else:
         config.vision_config = new
-    after = InputShape.of(config, family)
-    after.check_built(name, family, resized=after.size != before.size)
+    after = InputShape.of(config)
+    after.check_built(name, resized=after.size != before.size)
     if getattr(new, "attention_type", None) == "space_only":
         raise ValueError(
             f"hf:{name}: attention_type space_only gives logits for each frame, none for the clip; "

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from mmpreproj.architectures import BLOCKS, SiteRule
 from mmpreproj.backbones.video.rope3d import DividedRope
 
+__all__ = ["DividedBlock"]
+
 
 class DividedBlock(nn.Module):
     """Attention over time, then over space, then the MLP.

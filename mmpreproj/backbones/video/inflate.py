@@ -35,6 +35,8 @@ from mmpreproj.backbones.vit import (
 )
 from mmpreproj.preproj import PreProj
 
+__all__ = ["StaticClipReport", "from_image_model", "image_twin", "static_clip_report"]
+
 _logger = logging.getLogger(__name__)
 
 

@@ -24,16 +24,9 @@ import torch
 from timm.layers import build_fourier_pos_embed, register_notrace_module
 from torch import Tensor, nn
 
+__all__ = ["DividedRope", "RotaryTables", "rotary_table"]
+
 KEPT_TABLES = 16
-
-
-def check_head_dim(head_dim: int) -> None:
-    """Raises ValueError if three axes cannot have a pair each, or the head has no pairs."""
-    if head_dim % 2 or head_dim < 6:
-        raise ValueError(
-            f"a head of {head_dim} cannot be rotated by three axes: embed_dim / num_heads must be "
-            "even, and 6 or more"
-        )
 
 
 def rotary_table(
@@ -101,7 +94,11 @@ class RotaryTables(nn.Module):
 
     def __init__(self, head_dim: int, temperature: float) -> None:
         super().__init__()
-        check_head_dim(head_dim)
+        if head_dim % 2 or head_dim < 6:  # a pair for each axis
+            raise ValueError(
+                f"a head of {head_dim} cannot be rotated by three axes: embed_dim / num_heads must "
+                "be even, and 6 or more"
+            )
         self.head_dim = head_dim
         self.temperature = temperature
         self.kept: dict[tuple[Any, ...], Tensor] = {}

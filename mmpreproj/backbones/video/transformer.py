@@ -28,26 +28,18 @@ from mmpreproj.attach import attach, preproj_modules
 from mmpreproj.backbones.video.divided import DividedBlock
 from mmpreproj.backbones.video.inflate import from_image_model, inflate_filter_fn
 from mmpreproj.backbones.video.rope3d import RotaryTables
-from mmpreproj.backbones.vit import ROPE_VIT, create_rope_vit, method_of, rope_vit_cfgs
+from mmpreproj.backbones.vit import EVA, ROPE_VIT, create_rope_vit, method_of, rope_vit_cfgs
 
-__all__ = ["PreProjVideoTransformer"]
+__all__ = ["PreProjVideoTransformer", "TubeletEmbed"]
 
 # Names that timm's feature wrapper uses for maps, and what they are for a clip.
 FEATURE_FORMATS = {"NCHW": "NCTHW", "NHWC": "NTHWC"}
 POOLS = ("token", "avg", "max", "avgmax", "map", "")  # Eva's
 # Keywords of Eva about positions, which are rotary here and of three axes, and what they may be.
 _POSITIONS = {
-    "use_abs_pos_emb": False,
-    "use_rot_pos_emb": True,
-    "rope_type": "cat",
-    "rope_grid_offset": 0.0,
-    "rope_grid_indexing": "xy",
-    "rope_rotate_half": False,
-    "rope_shift_coords": None,
-    "rope_jitter_coords": None,
-    "rope_rescale_coords": None,
-    "rope_mrope_section": None,
-    "ref_feat_shape": None,
+    name: value
+    for name, value in {**EVA, **ROPE_VIT}.items()
+    if name.startswith(("rope_", "use_abs", "use_rot", "ref_")) and name != "rope_temperature"
 }
 # What divided attention has not, and why.
 _JOINT_ALONE = {
@@ -147,12 +139,12 @@ class PreProjVideoTransformer(Eva):
         **keywords: Any,
     ) -> None:
         config = method_of(keywords)
-        arguments = {"embed_dim": 768, "num_heads": 12, "img_size": 224, **ROPE_VIT, **keywords}
+        arguments = {**EVA, **ROPE_VIT, **keywords}
         _check(attention, arguments)
         dim, heads = arguments["embed_dim"], arguments["num_heads"]
         rope = RotaryTables(dim // heads, arguments["rope_temperature"])
         super().__init__(**arguments | {"use_rot_pos_emb": False})
-        factory = {key: arguments.pop(key, None) for key in ("device", "dtype")}
+        factory = {key: arguments.pop(key) for key in ("device", "dtype")}
         self.image_arguments = arguments
         self.img_size = to_2tuple(arguments["img_size"])
         self.num_frames = num_frames
@@ -164,7 +156,7 @@ class PreProjVideoTransformer(Eva):
             self.patch_embed.patch_size,
             self.in_chans,
             dim,
-            pad or arguments.get("dynamic_img_pad", False),
+            pad or arguments["dynamic_img_pad"],
             bias=self.patch_embed.proj.bias is not None,
             **factory,
         )
@@ -266,10 +258,10 @@ def _check(attention: str, arguments: dict[str, Any]) -> None:
     if dim % heads:
         raise ValueError(f"embed_dim={dim} does not divide into num_heads={heads}")
     for name, why in _JOINT_ALONE.items():
-        if attention == "divided" and arguments.get(name):
+        if attention == "divided" and arguments[name]:
             raise ValueError(f"{name}={arguments[name]!r} needs attention='joint': {why}")
     for name, only in _POSITIONS.items():
-        if arguments.get(name, only) != only:
+        if arguments[name] != only:
             raise ValueError(
                 f"{name}={arguments[name]!r}: positions of clips are rotary, over time, row and "
                 f"column, so {name} is {only!r}; rope_temperature and rope_time can be chosen"
