@@ -73,3 +73,15 @@ def test_every_block_of_the_pages_runs(folder, monkeypatch):
                 with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(told):
                     runpy.run_path(words[0], run_name="__main__")
                 assert not end.value.code, f"{shlex.join(words)}: {told.getvalue()}"
+
+
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_of_a_page_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    paths = re.findall(r"`((?:mmpreproj|tests|configs|tools|docs)/[\w./]+)`", text)
+    lost = [name for name in links if not (page.parent / name).exists()]
+    assert not lost + [name for name in paths if not (ROOT / name).exists()]
