@@ -42,107 +42,29 @@ class SiteRule:
     scaled_by: str | None = None
     normed: bool | str = True
     only_with: str | None = None
+    divisor: float = 1.0
+    carried: bool = False
+    norm: str | None = None
+    moved: bool = False
+    reads: tuple[tuple[int, str], ...] = ()
+    reader: str | None = None
 
 
-_LAYER_SCALE_PARAMETER = (SiteRule("attn", join="drop_path1", scaled_by="gamma_1"),)
-_POST_NORM = (SiteRule("attn", join="drop_path1", normed=False),)
-
-_TIMM = {
-    # ViT, DeiT, DeiT III, DINOv2, SigLIP, CLIP, hybrid and NaFlex ViTs
-    "vision_transformer.Block": (SiteRule("attn", join="drop_path1", scaled_by="ls1"),),
-    "vision_transformer.ResPostBlock": _POST_NORM,
-    # EVA, EVA-02, DINOv3, Perception Encoder, every vit_*_rope_*
-    "eva.EvaBlock": _LAYER_SCALE_PARAMETER,
-    "eva.EvaBlockPostNorm": _POST_NORM,
-    "beit.Block": _LAYER_SCALE_PARAMETER,
-}
-
-_SELF_ATTN = (SiteRule("self_attn"),)
-_SELF_ATTENTION = (SiteRule("self_attention"),)
-_ATTENTION = (SiteRule("attention"),)
-_ATTN = (SiteRule("attn"),)
-# A norm between the attention and the residual add; nothing else stands behind it
-_NORMED_BRANCH = SiteRule("self_attn", join="post_attention_layernorm", join_output=True)
-# LayerScale, then DropPath. The MLP's branch runs through the same module after the attention's.
-_LAYER_SCALE = (SiteRule("attention", join="drop_path"),)
-# LN(dropout(dense(context)) + x) in one module, `attention.output`: the skip joins before the sum
-_BERT = (SiteRule("attention.self", join="attention.output.dropout", normed=False),)
-_BART = (SiteRule("self_attn", normed=False),)
-
-_TRANSFORMERS = {
-    # Decoders
-    "bloom.BloomBlock": _SELF_ATTENTION,  # adds the residual itself, from an argument of its own
-    "codegen.CodeGenBlock": _ATTN,  # parallel
-    "cohere.CohereDecoderLayer": _SELF_ATTN,  # parallel
-    "falcon.FalconDecoderLayer": _SELF_ATTENTION,  # parallel, or sequential with ALiBi
-    "gemma.GemmaDecoderLayer": _SELF_ATTN,
-    "gemma2.Gemma2DecoderLayer": (_NORMED_BRANCH,),
-    "gemma3.Gemma3DecoderLayer": (_NORMED_BRANCH,),
-    "gpt2.GPT2Block": _ATTN,
-    "gpt_neo.GPTNeoBlock": _ATTN,
-    "gpt_neox.GPTNeoXLayer": _ATTENTION,  # parallel or sequential
-    "gptj.GPTJBlock": _ATTN,  # parallel
-    "granite.GraniteDecoderLayer": (SiteRule("self_attn", scaled_by="residual_multiplier"),),
-    "llama.LlamaDecoderLayer": _SELF_ATTN,
-    "mistral.MistralDecoderLayer": _SELF_ATTN,
-    "mixtral.MixtralDecoderLayer": _SELF_ATTN,
-    "mpt.MptBlock": _ATTN,
-    "olmo.OlmoDecoderLayer": _SELF_ATTN,
-    "olmo2.Olmo2DecoderLayer": (dataclasses.replace(_NORMED_BRANCH, normed=False),),
-    # OPT-350m is post-norm, the others are not
-    "opt.OPTDecoderLayer": (SiteRule("self_attn", normed="do_layer_norm_before"),),
-    "phi.PhiDecoderLayer": _SELF_ATTN,  # parallel
-    "phi3.Phi3DecoderLayer": _SELF_ATTN,
-    "qwen2.Qwen2DecoderLayer": _SELF_ATTN,
-    "qwen2_moe.Qwen2MoeDecoderLayer": _SELF_ATTN,
-    "qwen3.Qwen3DecoderLayer": _SELF_ATTN,
-    "qwen3_moe.Qwen3MoeDecoderLayer": _SELF_ATTN,
-    "stablelm.StableLmDecoderLayer": _SELF_ATTN,  # parallel or sequential
-    "starcoder2.Starcoder2DecoderLayer": _SELF_ATTN,
-    # Encoders, and encoders with a decoder
-    "bart.BartDecoderLayer": _BART,
-    "bart.BartEncoderLayer": _BART,
-    "bert.BertLayer": _BERT,
-    "deberta_v2.DebertaV2Layer": _BERT,
-    "distilbert.TransformerBlock": (SiteRule("attention", normed=False),),
-    "electra.ElectraLayer": _BERT,
-    "modernbert.ModernBertEncoderLayer": _ATTN,  # layer 0 is normed by the embeddings' own norm
-    "roberta.RobertaLayer": _BERT,
-    "t5.T5Block": (SiteRule("layer.0.SelfAttention"),),
-    # Images and video
-    "beit.BeitLayer": _LAYER_SCALE,
-    "clip.CLIPEncoderLayer": _SELF_ATTN,
-    "deit.DeiTLayer": _ATTENTION,
-    "dinov2.Dinov2Layer": _LAYER_SCALE,
-    "dinov3_vit.DINOv3ViTLayer": _LAYER_SCALE,
-    "siglip.SiglipEncoderLayer": _SELF_ATTN,
-    # Divided space-time has a temporal attention too, which comes first. The skip of the class
-    # token is averaged over the frames with its attention: it is the same in each.
-    "timesformer.TimesformerLayer": (
-        SiteRule(
-            "temporal_attention",
-            join="temporal_dense",
-            join_output=True,
-            only_with="temporal_attention",
-        ),
-        SiteRule("attention"),
+# Divided space-time has a temporal attention too, which comes first. The skip of the class token is
+# averaged over the frames with its attention: it is the same in each.
+_TIMESFORMER = (
+    SiteRule(
+        "temporal_attention",
+        join="temporal_dense",
+        join_output=True,
+        only_with="temporal_attention",
     ),
-    "videomae.VideoMAELayer": _ATTENTION,
-    "vit.ViTLayer": _ATTENTION,
-    "vivit.VivitLayer": _ATTENTION,
-    "vjepa2.VJEPA2Layer": _ATTENTION,  # of the encoder and, with its own width, the predictor
-}
-
-
-def _of_transformers(name: str) -> str:
-    family, cls = name.split(".")
-    return f"transformers.models.{family}.modeling_{family}.{cls}"
-
+    SiteRule("attention"),
+)
 
 # Block class -> its self-attentions, in order of execution.
 BLOCKS: dict[str, tuple[SiteRule, ...]] = {
-    **{f"timm.models.{name}": rules for name, rules in _TIMM.items()},
-    **{_of_transformers(name): rules for name, rules in _TRANSFORMERS.items()},
+    "transformers.models.timesformer.modeling_timesformer.TimesformerLayer": _TIMESFORMER,
 }
 
 

@@ -19,13 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from mmpreproj.preproj import PreProj, PreProjConfig
-from mmpreproj.sites import Site, block_sites, find_sites, order_of_execution
+from mmpreproj.reading import width_of
+from mmpreproj.sites import Site, block_sites, find_sites
 from mmpreproj.swap import (
     AttentionSwap,
     BlockSwap,
+    CarrySwap,
     Handoff,
     JoinOutputSwap,
     JoinSwap,
+    NormSwap,
     Swapped,
     swap,
     swap_back,
@@ -33,7 +36,7 @@ from mmpreproj.swap import (
 
 _logger = logging.getLogger(__name__)
 
-# The first of these that an attention has is where it reads its input.
+# For paths by hand: the first of these that an attention has is where it reads its input.
 INPUT_PROJECTIONS = (
     *("qkv", "q_proj", "qkv_proj", "query_key_value", "Wqkv", "c_attn"),
     *("query", "query_proj", "q_lin", "q"),
@@ -105,10 +108,7 @@ def _attachable(model: nn.Module, config: PreProjConfig) -> nn.Module:
 
 
 def _attach(model: nn.Module, config: PreProjConfig, sites: list[Site]) -> None:
-    new = {
-        site.attention: make_preproj(model.get_submodule(site.attention), site.attention, config)
-        for site in sites
-    }
+    new = {site.attention: make_preproj(model, site, config) for site in sites}
     swap_all(model, plan_swaps(model, sites, new, config.content_skip))
     model.preproj_attachment = dataclasses.replace(attachment_of(model), config=config)
     report(model, sites)
@@ -138,16 +138,29 @@ def plan_swaps(
             _swappable(model, site.join)
             _swappable(model, site.block)
             assert site.join not in swaps, f"two skips would join at {site.join!r}"
-            mixin = JoinOutputSwap if site.join_output else JoinSwap
+            mixin = JoinOutputSwap if site.join_output else CarrySwap if site.carried else JoinSwap
             swaps[site.join] = (mixin, {"preproj_handoff": handoff})
-            others = swaps.get(site.block, (BlockSwap, {}))[1].get("preproj_handoffs", ())
-            swaps[site.block] = (BlockSwap, {"preproj_handoffs": (*others, handoff)})
+            if site.moved and site.norm is not None:
+                assert site.norm not in swaps, (
+                    f"{site.norm!r} makes x̂, and two skips would join there"
+                )
+                swaps[site.norm] = (NormSwap, {"preproj_handoff": handoff})
+            of_block = swaps.setdefault(site.block, (BlockSwap, {}))[1]
+            for name, value in (
+                ("preproj_handoffs", handoff),
+                ("preproj_reads_block", site.moved and site.norm is None),
+                ("preproj_carries", site.carried),
+            ):
+                of_block[name] = (*of_block.get(name, ()), value)
+        levels = site.attention.count(".") - site.block.count(".") + (not site.block)
         swaps[site.attention] = (
             AttentionSwap,
             {
                 "preproj": preprojs[site.attention],
                 "preproj_handoff": handoff,
                 "preproj_divisor": site.divisor,
+                "preproj_reads": site.reads,
+                "preproj_place": (levels, site.rank),
             },
         )
     return swaps
@@ -184,27 +197,27 @@ def _swappable(model: nn.Module, path: str) -> nn.Module:
     return module
 
 
-def make_preproj(attention: nn.Module, path: str, config: PreProjConfig) -> PreProj:
-    """A PreProj of the width, device and dtype that the attention's input projection has."""
-    for name in INPUT_PROJECTIONS:
-        projection = _descendant(attention, name)
-        if projection is not None:
-            break
-    else:
+def make_preproj(model: nn.Module, site: Site, config: PreProjConfig) -> PreProj:
+    """A PreProj of the width, device and dtype of what reads x̂ in the attention."""
+    path = site.attention
+    attention = model.get_submodule(path)
+    names = INPUT_PROJECTIONS if site.reader is None else ()
+    found = [p for p in (_descendant(attention, name) for name in names) if p is not None]
+    reader = found[0] if found else model.get_submodule(site.reader or path)
+    dim = width_of(reader)
+    if dim is None or reader is attention and not hasattr(reader, "embed_dim"):
         linear = [name for name, module in attention.named_children() if hasattr(module, "weight")]
         raise ValueError(
             f"{path!r} ({type(attention).__name__}) has none of the input projections "
             f"{INPUT_PROJECTIONS}; it has {linear}"
         )
-    weight, packed = _stored_weight(projection)
+    weight, packed = _stored_weight(reader)
     if config.dtype is None and packed:
         raise ValueError(
             f"{path!r} holds packed weights ({weight.dtype}): say which dtype the new parameters "
             "take, such as PreProjConfig(dtype='bfloat16')"
         )
     dtype = weight.dtype if config.dtype is None else getattr(torch, config.dtype)
-    # transformers' Conv1D holds its weight as [inputs, outputs], and names the inputs nx
-    dim = projection.nx if hasattr(projection, "nx") else projection.in_features
     return PreProj(dim, config, device=weight.device, dtype=dtype)
 
 
@@ -214,6 +227,9 @@ def _stored_weight(projection: nn.Module) -> tuple[Tensor, bool]:
     A quantised projection may name it otherwise, or hold numbers of one byte (float8).
     """
     weight = getattr(projection, "weight", None)
+    if weight is None:
+        plain = (p for p in projection.parameters() if p.is_floating_point() and p.ndim > 1)
+        weight = None if hasattr(projection, "in_features") else next(plain, None)
     if weight is None:
         return next(iter((*projection.parameters(), *projection.buffers()))), True
     return weight, not weight.is_floating_point() or weight.element_size() < 2
@@ -253,14 +269,17 @@ def preproj_modules(model: nn.Module) -> dict[str, PreProj]:
     Stacks stand as the model lists them: encoder before decoder; CLIP's two towers, neither of
     which reads the other, text before image.
     """
-    found = {name: m for name, m in model.named_modules() if isinstance(m, PreProj)}
-    rank = order_of_execution(model)
-    # stable: attentions that no known block holds stay as they stand in the model, at the end
-    return dict(
-        sorted(
-            found.items(), key=lambda item: rank.get(item[0].rpartition(".preproj")[0], len(rank))
-        )
-    )
+    found: dict[str, tuple[int, int, PreProj]] = {}
+    seen: dict[str, int] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, AttentionSwap):
+            levels, rank = module.preproj_place
+            block = path.rsplit(".", levels)[0] if path.count(".") >= levels else ""
+            new = module.preproj
+            for name, each in new.named_modules(prefix=f"{path}.preproj"):
+                if isinstance(each, PreProj):
+                    found[name] = (seen.setdefault(block, len(seen)), rank, each)
+    return {name: new for name, (*_, new) in sorted(found.items(), key=lambda item: item[1][:2])}
 
 
 def freeze_base(model: nn.Module, also: Iterable[str] = ()) -> nn.Module:

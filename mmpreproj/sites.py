@@ -1,19 +1,20 @@
 """Finding the self-attentions of a model, and where their skips join the residual stream.
 
-What each known block looks like stands in `mmpreproj.architectures`; paths that the user gave are
-found here as well.
+Each block's own forward says both: `mmpreproj.blocks` reads it off its source. The few blocks that
+cannot be read stand in `mmpreproj.architectures`; paths that the user gave are found here as well.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Iterator
 
 from torch import nn
 
-from mmpreproj.architectures import BLOCKS, SiteRule, class_name, rules_of
+from mmpreproj.architectures import SiteRule, class_name, rules_of
+from mmpreproj.blocks import Left, mentions_attention, read_block
+from mmpreproj.messages import listed, nearest
 from mmpreproj.preproj import PreProjConfig
 
 
@@ -21,8 +22,21 @@ from mmpreproj.preproj import PreProjConfig
 class Site:
     """One self-attention of a model, with qualified paths.
 
-    Without a `join` the skip is added to the attention's output, divided by `divisor`; with one, to
-    the input of that module, or to its output where `join_output` says so.
+    Args:
+        block: the transformer block that holds it.
+        attention: the self-attention.
+        join: the module where the skip joins; None is the attention itself, at its output.
+        join_output: it joins behind `join`, not before it.
+        divisor: the skip is divided by it, since the block multiplies what it joins by it.
+        normed: whether the attention reads a norm. Otherwise x̂ is the block's input.
+        norm: the module that makes x̂, where one does.
+        carried: the skip joins what `join` reads, and what the block returns as well.
+        moved: the tokens are moved about between x̂ and `join`, so that the skip is computed from
+            x̂ as `norm` (None: the block's input) gives it, in the order of the residual stream.
+        reads: the arguments that x̂ comes in as, by place and name; empty: the first, or
+            `hidden_states`.
+        reader: a module that reads x̂ in the attention, for its width.
+        rank: its place among the self-attentions of its block, in order of execution.
     """
 
     block: str
@@ -31,48 +45,187 @@ class Site:
     join_output: bool = False
     divisor: float = 1.0
     normed: bool = True
+    norm: str | None = None
+    carried: bool = False
+    moved: bool = False
+    reads: tuple[tuple[int, str], ...] = ()
+    reader: str | None = None
+    rank: int = 0
+
+
+@dataclasses.dataclass
+class Found:
+    """The self-attentions of a model, and what has none.
+
+    Args:
+        stacks: by the path of a stack, its blocks in order, each with its sites.
+        left: attentions that cannot take the method, with the reason.
+        without: by stack, the blocks that have no self-attention, with their class.
+    """
+
+    stacks: dict[str, dict[str, list[Site]]] = dataclasses.field(default_factory=dict)
+    left: list[Left] = dataclasses.field(default_factory=list)
+    without: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
 
 
 def find_sites(model: nn.Module, config: PreProjConfig) -> list[Site]:
     """The self-attentions of `model` that `config` asks for, in order of execution.
 
     Raises:
-        ValueError: if the architecture is unknown, a path matches nothing, or `config.layers` names
-            a block that does not exist.
+        ValueError: if no attention can take the method, a path matches nothing, or `config.layers`
+            names a block that does not exist.
     """
-    if config.attention is None:
-        stacks = _known_stacks(model)
-    else:
-        stacks = [_stack_by_hand(model, config.attention, config.join)]
+    return chosen(find(model, config), config)
+
+
+def find(model: nn.Module, config: PreProjConfig) -> Found:
+    """Every self-attention of `model`. Raises as `find_sites`."""
+    if config.attention is not None:
+        return _by_hand(model, config.attention, config.join)
+    found = survey(model)
+    if not found.stacks:
+        raise ValueError(_nothing(model, found))
+    return found
+
+
+def chosen(found: Found, config: PreProjConfig) -> list[Site]:
+    """The sites of the blocks that `config.layers` asks for."""
     sites: list[Site] = []
-    for blocks in stacks:
-        for index in _chosen(config.layers, len(blocks)):
-            sites.extend(blocks[index])
+    for stack, blocks in found.stacks.items():
+        in_order = list(blocks.values())
+        for index in _chosen(config.layers, len(in_order)):
+            if not in_order[index] and config.layers is not None:
+                having = [i for i, block in enumerate(in_order) if block]
+                raise ValueError(
+                    f"layers={list(config.layers)}: block {index} of {stack!r} has no "
+                    f"self-attention; those that have one are {listed(having, 40)}"
+                )
+            sites.extend(in_order[index])
     return sites
 
 
 def block_sites(block: nn.Module) -> list[Site]:
     """The self-attentions of one block, with paths relative to it. Raises as `find_sites`."""
+    rules, left = _rules(block, [path for path in _mentioned(block) if path])
+    if not rules:
+        raise ValueError(_nothing(block, Found(left=left)))
+    return [_site(block, "", rule, rank) for rank, rule in enumerate(rules)]
+
+
+def survey(model: nn.Module) -> Found:
+    """Every self-attention that can take the method, by stack and block, and what is left out."""
+    modules = dict(model.named_modules())
+    mentioned = _mentioned(model)
+    leaves = [p for p, q in zip(mentioned, [*mentioned[1:], "-"], strict=False) if not _in(q, p)]
+    tried: dict[str, tuple[list[Site], list[Left]]] = {}
+    left: dict[str, Left] = {}
+    sites: dict[str, Site] = {}
+    for leaf in leaves:
+        for path in _blocks_around(leaf, modules):
+            if path not in tried:
+                tried[path] = _read(path, modules, mentioned)
+            here, missed = tried[path]
+            if any(_in(leaf, site.attention) for site in here):
+                sites.update((site.attention, site) for site in here)
+                break
+            for each in missed:
+                if _in(leaf, each.attention):
+                    left.setdefault(each.attention, each)
+    for path, module in modules.items():
+        if rules_of(module) is not None and path not in tried:
+            sites.update((site.attention, site) for site in _read(path, modules, mentioned)[0])
+    found = Found(left=[each for p, each in left.items() if not any(_in(p, s) for s in sites)])
+    order = {path: index for index, path in enumerate(modules)}
+    layers: dict[str, list[Site]] = {}
+    for site in sites.values():
+        layers.setdefault(_layer(site, modules), []).append(site)
+    for layer in sorted(layers, key=order.__getitem__):
+        stack, _, name = layer.rpartition(".")
+        held = found.stacks.setdefault(stack, {})
+        if name.isdigit() and not held:
+            held.update({f"{stack}.{n}".lstrip("."): [] for n in modules[stack]._modules})
+        held[layer] = sorted(layers[layer], key=lambda site: site.rank)
+    for stack, held in found.stacks.items():
+        bare = {p: class_name(type(modules[p])) for p, inner in held.items() if not inner}
+        if bare:
+            found.without[stack] = bare
+    return found
+
+
+def _read(
+    path: str, modules: dict[str, nn.Module], mentioned: list[str]
+) -> tuple[list[Site], list[Left]]:
+    """The sites in the block at a path, and what is left out there, with qualified paths."""
+    block, prefix = modules[path], f"{path}." if path else ""
+    inner = [m.removeprefix(prefix) for m in mentioned if _in(m, path) and m != path]
+    rules, left = _rules(block, inner)
+    sites = [_site(block, path, rule, rank) for rank, rule in enumerate(rules)]
+    # read in the model's own forward, a site may still be whole within one of its blocks
+    for i, site in enumerate(sites):
+        layer = _layer(site, modules)
+        paths = [p for p in (site.join, site.norm) if p is not None]
+        if _in(layer, path) and not site.carried and all(_in(p, layer) for p in paths):
+            sites[i] = dataclasses.replace(site, block=layer)
+    return sites, [Left(prefix + each.attention, each.why) for each in left]
+
+
+def _layer(site: Site, modules: dict[str, nn.Module]) -> str:
+    """The element of a stack of blocks that a site is in, or else its block."""
+    around = site.attention
+    while around:
+        if _is_numbered(around, modules) and around != site.attention or around == site.block:
+            return around
+        around = around.rpartition(".")[0]
+    return site.block
+
+
+def _rules(block: nn.Module, inner: list[str]) -> tuple[list[SiteRule], list[Left]]:
     rules = rules_of(block)
-    if rules is None:
-        raise ValueError(_unknown(block))
-    return _sites(block, "", rules)
+    return (list(rules), []) if rules is not None else read_block(block, inner)
 
 
-def _sites(block: nn.Module, path: str, rules: tuple[SiteRule, ...]) -> list[Site]:
-    return [_site(block, path, rule) for rule in rules]
+def _mentioned(model: nn.Module) -> list[str]:
+    return [path for path, module in model.named_modules() if mentions_attention(module)]
 
 
-def _site(block: nn.Module, path: str, rule: SiteRule) -> Site:
+def _in(path: str, parent: str) -> bool:
+    return path == parent or path.startswith(f"{parent}.") or parent == ""
+
+
+def _blocks_around(path: str, modules: dict[str, nn.Module]) -> Iterator[str]:
+    """The modules that may be the block of an attention, the likeliest first."""
+    parents = []
+    while path:
+        path, _, name = path.rpartition(".")
+        parents.append(path)
+    numbered = [p for p in parents if _is_numbered(p, modules)]
+    # the innermost element of a list of blocks, or else the modules right around the attention
+    yield from dict.fromkeys([*numbered[:2], *[p for p in parents if not _is_list(modules[p])][:2]])
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+
+
+def _is_numbered(path: str, modules: dict[str, nn.Module]) -> bool:
+    """Whether a module is an element of a stack of blocks, not of a list of a block's parts."""
+    stack, _, name = path.rpartition(".")
+    if not name.isdigit():
+        return False
+    classes = [type(child) for child in modules[stack].children()]
+    distinct = len(classes) > 1 and len(set(classes)) == len(classes)
+    owner, _, number = stack.rpartition(".")[0].rpartition(".")
+    if distinct and number.isdigit():
+        return len({type(child) for child in modules[owner].children()}) != 1
+    return True
+
+
+def _site(block: nn.Module, path: str, rule: SiteRule, rank: int) -> Site:
     prefix = f"{path}." if path else ""
-    join, divisor = rule.join, 1.0
+    join, divisor = rule.join, rule.divisor
     if rule.scaled_by is not None:
         scale = getattr(block, rule.scaled_by, None)
-        if join is None:
-            divisor = float(scale)
-            if divisor == 0:
-                raise ValueError(f"{prefix}{rule.scaled_by} is 0, which turns the attention off")
-        elif scale is None or isinstance(scale, nn.Identity):
+        if scale is None or isinstance(scale, nn.Identity):
             join = None
     return Site(
         block=path,
@@ -80,50 +233,33 @@ def _site(block: nn.Module, path: str, rule: SiteRule) -> Site:
         join=None if join is None else prefix + join,
         join_output=join is not None and rule.join_output,
         divisor=divisor,
-        normed=getattr(block, rule.normed) if isinstance(rule.normed, str) else rule.normed,
+        normed=rule.normed,
+        norm=None if rule.norm is None else prefix + rule.norm,
+        carried=rule.carried,
+        moved=rule.moved,
+        reads=rule.reads,
+        reader=None if rule.reader is None else prefix + rule.reader,
+        rank=rank,
     )
 
 
-def _known_stacks(model: nn.Module) -> list[list[list[Site]]]:
-    """The sites by stack and block, for blocks that the table knows."""
-    stacks: dict[str, list[list[Site]]] = {}
-    for path, module in model.named_modules():
-        rules = rules_of(module)
-        if rules is not None:
-            parent = path.rpartition(".")[0]
-            stacks.setdefault(parent, []).append(_sites(module, path, rules))
-    if not stacks:
-        raise ValueError(_unknown(model))
-    return list(stacks.values())
-
-
-def order_of_execution(model: nn.Module) -> dict[str, int]:
-    """The rank of each attention's path among those in known blocks; blocks run as they stand."""
-    paths = [
-        f"{path}.{rule.attention}" if path else rule.attention
-        for path, module in model.named_modules()
-        for rule in rules_of(module) or ()
-    ]
-    return {path: rank for rank, path in enumerate(paths)}
-
-
-def _stack_by_hand(model: nn.Module, attention: str, join: str | None) -> list[list[Site]]:
+def _by_hand(model: nn.Module, attention: str, join: str | None) -> Found:
     """The sites by block, for paths with a * that the user gave."""
     names = [name for name, _ in model.named_modules()]
     pattern = re.compile(re.escape(attention).replace(r"\*", r"(\d+)"))
     numbers = [match[1] for match in map(pattern.fullmatch, names) if match]
     if not numbers:
-        near = difflib.get_close_matches(attention.replace("*", "0"), names, n=3, cutoff=0.3)
+        near = nearest(attention.replace("*", "0"), names, cutoff=0.3)
         raise ValueError(f"attention={attention!r} matches no module; the nearest are {near}")
-    stack = []
+    stack: dict[str, list[Site]] = {}
     for number in numbers:
         attention_path = attention.replace("*", number)
         join_path = None if join is None else join.replace("*", number)
         if join_path is not None and join_path not in names:
             raise ValueError(f"join={join!r} matches no module: there is no {join_path!r}")
         block = attention[: attention.index("*") + 1].replace("*", number)
-        stack.append([Site(block, attention_path, join_path)])
-    return stack
+        stack[block] = [Site(block, attention_path, join_path)]
+    return Found(stacks={attention.partition("*")[0].rstrip("."): stack})
 
 
 def _chosen(layers: tuple[int, ...] | None, depth: int) -> list[int]:
@@ -142,18 +278,22 @@ def _chosen(layers: tuple[int, ...] | None, depth: int) -> list[int]:
     return chosen
 
 
-def _unknown(model: nn.Module) -> str:
-    """What to say of a model without a known block."""
-    found = sorted(set(_repeated_classes(model)) or {class_name(type(model))})
-    nearest = sorted(
-        {name for cls in found for name in difflib.get_close_matches(cls, BLOCKS, n=3, cutoff=0)}
-    )
+def _nothing(model: nn.Module, found: Found) -> str:
+    """What to say of a model without a self-attention that can take the method."""
+    why = "; ".join(dict.fromkeys(f"{_starred(each.attention)}: {each.why}" for each in found.left))
+    blocks = sorted(set(_repeated_classes(model)) or {class_name(type(model))})
+    reason = f" What looks like attention is left out ({why})." if why else ""
     return (
-        f"{type(model).__name__} has no transformer block that is known here. Its repeated blocks "
-        f"are {', '.join(found)}; the nearest known ones are {', '.join(nearest)}. Give the paths "
-        "by hand: PreProjConfig(attention='path.to.blocks.*.attn', join=None or the module behind "
-        "the branch's scale, such as 'path.to.blocks.*.drop_path1')"
+        f"{type(model).__name__} has no transformer block that is known here, or whose "
+        f"self-attention can be read off its forward.{reason} Its repeated blocks are "
+        f"{', '.join(blocks)}. Give the paths by hand: "
+        "PreProjConfig(attention='path.to.blocks.*.attn', join=None or the module behind the "
+        "branch's scale, such as 'path.to.blocks.*.drop_path1')"
     )
+
+
+def _starred(path: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def _repeated_classes(model: nn.Module) -> Iterator[str]:

@@ -19,10 +19,12 @@ from mmpreproj.preproj import PreProj
 class Handoff(threading.local):
     """W_skip · x̃ on its way from an attention to the module where it joins, one per thread.
 
-    It holds a tensor only within one call of the block, and never when copied or pickled.
+    It holds tensors only within one call of the block, and never when copied or pickled. `x_hat` is
+    x̂ in the order of the residual stream, where the attention gets its tokens in another.
     """
 
     running = False
+    x_hat: Tensor | None = None
     skip: Tensor | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -48,22 +50,30 @@ class AttentionSwap(Swapped):
 
     preproj: PreProj
     preproj_handoff: Handoff | None
-    preproj_divisor: float  # a constant by which the block multiplies what the attention returns
+    preproj_divisor: float  # a constant by which the block multiplies what the skip joins
+    preproj_reads: tuple[tuple[int, str], ...]  # the arguments that are x̂, by place and name
+    preproj_place: tuple[int, int]  # levels below its block, rank within it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            x_tilde = self.preproj(args[0])
-            branch = super().forward(x_tilde, *args[1:], **kwargs)
-        else:
-            x_tilde = self.preproj(kwargs["hidden_states"])
-            branch = super().forward(**{**kwargs, "hidden_states": x_tilde})
+        args, x_hat = list(args), None
+        for place, name in self.preproj_reads or ((0, "hidden_states"),):
+            holder, key = (kwargs, name) if name in kwargs else (args, place)
+            if place >= len(args) and name not in kwargs:
+                continue
+            if x_hat is None:
+                x_hat = holder[key]
+                x_tilde = self.preproj(x_hat)
+            holder[key] = x_tilde
+        branch = super().forward(*args, **kwargs)
         if self.preproj.skip is None:
             return branch
+        handoff, divisor = self.preproj_handoff, self.preproj_divisor
+        if handoff is not None and handoff.x_hat is not None:
+            x_tilde = self.preproj(handoff.x_hat)
         skip = self.preproj.content_skip(x_tilde)
-        handoff = self.preproj_handoff
+        skip = skip if divisor == 1 else skip / divisor
         if handoff is None:
-            divisor = self.preproj_divisor
-            return _add_to_branch(branch, skip if divisor == 1 else skip / divisor)
+            return _added(branch, skip)
         if handoff.running:  # an attention called on its own has no residual stream to join
             handoff.skip = skip
         return branch
@@ -87,21 +97,59 @@ class JoinOutputSwap(Swapped):
         return _joined(super().forward(*args, **kwargs), self.preproj_handoff)
 
 
-class BlockSwap(Swapped):
-    """A block within which a skip is handed on."""
+class CarrySwap(Swapped):
+    """A module that reads the residual stream, which has the skip in it from here on."""
 
-    preproj_handoffs: tuple[Handoff, ...]
+    preproj_handoff: Handoff
+
+    def forward(self, stream: Tensor, *args: Any, **kwargs: Any) -> Any:
+        skip = self.preproj_handoff.skip
+        stream = stream if skip is None else stream + skip.reshape(stream.shape)
+        return super().forward(stream, *args, **kwargs)
+
+
+class NormSwap(Swapped):
+    """The norm that makes x̂, where the attention gets its tokens in another order."""
+
+    preproj_handoff: Handoff
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        for handoff in self.preproj_handoffs:
+        x_hat = super().forward(*args, **kwargs)
+        if self.preproj_handoff.running:
+            self.preproj_handoff.x_hat = x_hat
+        return x_hat
+
+
+class BlockSwap(Swapped):
+    """A block within which skips are handed on.
+
+    `preproj_reads_block` are those whose x̂ is the block's own first argument, and
+    `preproj_carries` those that join what the block returns as well.
+    """
+
+    preproj_handoffs: tuple[Handoff, ...]
+    preproj_reads_block: tuple[bool, ...]
+    preproj_carries: tuple[bool, ...]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        handoffs = zip(
+            self.preproj_handoffs, self.preproj_reads_block, self.preproj_carries, strict=True
+        )
+        handoffs = list(handoffs)
+        for handoff, reads_block, _ in handoffs:
             handoff.running = True
+            if reads_block:
+                handoff.x_hat = args[0] if args else next(iter(kwargs.values()))
         try:
             out = super().forward(*args, **kwargs)
+            for handoff, _, carries in handoffs:
+                if carries and handoff.skip is not None:
+                    out, handoff.skip = _added(out, handoff.skip), None
             lost = any(handoff.skip is not None for handoff in self.preproj_handoffs)
         finally:
             for handoff in self.preproj_handoffs:
                 handoff.running = False
-                handoff.skip = None
+                handoff.skip = handoff.x_hat = None
         if lost:
             raise RuntimeError(
                 "the skip of a block was not added: the module where it joins was replaced after "
@@ -110,16 +158,17 @@ class BlockSwap(Swapped):
         return out
 
 
-def _joined(branch: Tensor, handoff: Handoff) -> Tensor:
+def _joined(branch: Any, handoff: Handoff) -> Any:
     """The branch with the skip that waits, if one does, in the layout the branch has by now."""
     skip, handoff.skip = handoff.skip, None
-    return branch if skip is None else branch + skip.reshape(branch.shape)
+    return branch if skip is None else _added(branch, skip)
 
 
-def _add_to_branch(branch: Any, skip: Tensor) -> Any:
-    if isinstance(branch, tuple):
-        return (branch[0] + skip, *branch[1:])
-    return branch + skip
+def _added(out: Any, skip: Tensor) -> Any:
+    """What a module returns with the skip in it: in a tuple or a list, in its first element."""
+    if isinstance(out, (tuple, list)):
+        return type(out)((_added(out[0], skip), *out[1:]))
+    return out + skip.reshape(out.shape)
 
 
 @functools.cache
@@ -144,6 +193,6 @@ def swap(module: nn.Module, mixin: type, attributes: dict[str, Any]) -> None:
 def swap_back(module: nn.Module) -> None:
     """Undo `swap`: the module has its own class again, and none of the attributes."""
     module.__class__ = type(module).preproj_base_class
-    for name in ("preproj", "preproj_handoff", "preproj_handoffs", "preproj_divisor"):
-        if name in vars(module) or name in module._modules:
+    for name in [*vars(module), *module._modules]:
+        if name == "preproj" or (name.startswith("preproj_") and name != "preproj_attachment"):
             delattr(module, name)

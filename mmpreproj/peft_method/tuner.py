@@ -89,7 +89,7 @@ class PreProjModel(BaseTuner):
         layers = {}
         for site in self._sites:
             attention = model.get_submodule(site.attention)
-            self._new[site.attention] = make_preproj(attention, site.attention, config)
+            self._new[site.attention] = make_preproj(model, site, config)
             if not isinstance(attention, AttentionSwap):
                 layers[site.attention] = PreProjLayer(next(attention.parameters()))
         fresh = [site for site in self._sites if site.attention in layers]
