@@ -18,8 +18,10 @@ from mmpreproj.data.image import (
     load_image,
     to_channels,
 )
+from mmpreproj.data.loaders import LabelledDataModule
 from mmpreproj.data.sampling import stratified_holdout
 from mmpreproj.data.video import MovingDigitsDataModule, VideoDataModule
+from mmpreproj.data.vision import VisionDataModule
 
 if TYPE_CHECKING:
     from mmpreproj.data.text import TextDataModule
@@ -31,11 +33,13 @@ __all__ = [
     "FolderSource",
     "ImageDataModule",
     "ImageFolderDataModule",
+    "LabelledDataModule",
     "MovingDigitsDataModule",
     "TextDataModule",
     "TimmDataModule",
     "UnreadableImage",
     "VideoDataModule",
+    "VisionDataModule",
     "load_image",
     "stratified_holdout",
     "to_channels",

@@ -3,10 +3,11 @@
 What differs by kind is how a file is read and what becomes of it: `read` and `transform`.
 """
 
+import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -29,19 +30,16 @@ class UnreadableFile(ValueError):
 # Where files are listed
 
 
+@dataclasses.dataclass(eq=False)
 class Source:
-    """Labelled items in a fixed order, read one by one. Picklable, for spawned workers.
+    """Labelled items in a fixed order, read one by one. Picklable, for spawned workers."""
 
-    Args:
-        origin: the folder, list or data set that they come from, for messages.
-        label_sets: class names by the name of the label set; usually there is one, "class".
-        targets: int64 [N, L], an index into each label set.
-    """
-
-    def __init__(self, origin: str, label_sets: dict[str, list[str]], targets: np.ndarray):
-        self.origin = origin
-        self.label_sets = label_sets
-        self.targets = targets
+    origin: str
+    """The folder, list or data set that they come from, for messages."""
+    label_sets: dict[str, list[str]]
+    """Class names by the name of the label set; usually there is one, "class"."""
+    targets: np.ndarray
+    """int64 [N, L], an index into each label set."""
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -64,31 +62,15 @@ class Source:
         return os.path.realpath(self.origin)
 
 
+@dataclasses.dataclass(eq=False)
 class FileList(Source):
-    """Files by their paths.
+    """Files by their paths."""
 
-    The paths are a numpy array: lists of str would be copied into every worker, page by page, as
-    their reference counts change.
-
-    Args:
-        paths: str, or bytes in an array, as they are opened.
-        folder: what they start from.
-        origin, label_sets, targets: see Source.
-    """
-
-    def __init__(
-        self,
-        origin: str,
-        paths: Sequence[str] | np.ndarray,
-        label_sets: dict[str, list[str]],
-        targets: np.ndarray,
-        folder: str = "",
-    ):
-        super().__init__(origin, label_sets, targets)
-        if not isinstance(paths, np.ndarray):
-            paths = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
-        self.names = paths
-        self.folder = folder
+    names: np.ndarray
+    """Paths as bytes. A list of str would be copied into every worker, page by page, as reference
+    counts change."""
+    folder: str = ""
+    """What the paths start from."""
 
     def name(self, index: int) -> str:
         return os.path.join(self.folder, os.fsdecode(bytes(self.names[index])))
@@ -97,7 +79,7 @@ class FileList(Source):
         """As they are opened, bytes."""
         if not self.folder:
             return self.names
-        return np.array([os.fsencode(self.name(i)) for i in range(len(self))], dtype=np.bytes_)
+        return encoded(self.name(i) for i in range(len(self)))
 
     def missing(self) -> np.ndarray:
         """Numbers of the files that are not there, int64."""
@@ -106,7 +88,7 @@ class FileList(Source):
     def without(self, indices: np.ndarray) -> "FileList":
         """The same list, label sets included, less some files."""
         names, targets = (np.delete(array, indices, 0) for array in (self.names, self.targets))
-        return FileList(self.origin, names, self.label_sets, targets, self.folder)
+        return FileList(self.origin, self.label_sets, targets, names, self.folder)
 
 
 class FolderSource(FileList):
@@ -151,7 +133,12 @@ class FolderSource(FileList):
                 stacklevel=2,
             )
         targets = np.repeat(np.arange(len(classes)), sizes)[:, None]
-        super().__init__(folder, paths, {"class": classes}, targets, folder)
+        super().__init__(folder, {"class": classes}, targets, encoded(paths), folder)
+
+
+def encoded(paths: Iterable[str]) -> np.ndarray:
+    """Paths as bytes, in an array."""
+    return np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
 
 
 def class_folders(folder: str | os.PathLike) -> list[str]:
@@ -199,45 +186,35 @@ def files_below(
 # Datasets
 
 
+@dataclasses.dataclass(eq=False)
 class LabelledFiles(Dataset):
     """Some files of a source; keeps a record of the unreadable ones.
 
     A file is opened, read and closed for each item: nothing is open when workers fork, and memory
     does not grow with the number of files seen.
-
-    Args:
-        indices: int64, of items of the source.
-        targets: int64 [N] or [N, L], of all items of the source, numbered as in training.
-        read: of a path; see Source.load.
-        transform: from what was read to uint8 pixels.
-        items: what they are called in messages.
-        on_bad: an unreadable file is an error, or ("warn") recorded.
     """
 
-    consequence = "left out"
+    consequence: ClassVar[str] = "left out"
     """What happens to an unreadable file, as the warning tells it."""
+    source: Source
+    indices: np.ndarray
+    """int64, of items of the source."""
+    targets: np.ndarray
+    """int64 [N] or [N, L], of all items of the source, numbered as in training."""
+    read: Callable[[str], Any]
+    """Of a path; see Source.load."""
+    transform: Callable[[Any], torch.Tensor]
+    """From what was read to uint8 pixels."""
+    items: str = "files"
+    """What they are called in messages."""
+    on_bad: OnBad = "warn"
+    """An unreadable file is an error, or ("warn") recorded."""
 
-    def __init__(
-        self,
-        source: Source,
-        indices: np.ndarray,
-        targets: np.ndarray,
-        read: Callable[[str], Any],
-        transform: Callable[[Any], torch.Tensor],
-        items: str = "files",
-        on_bad: OnBad = "warn",
-    ):
-        self.source = source
-        self.indices = indices
-        self.targets = targets
-        self.read = read
-        self.transform = transform
-        self.items = items
-        self.on_bad = on_bad
+    def __post_init__(self) -> None:
         # One flag a file in shared memory: workers on either side of a fork or spawn set the same
         # flags, and setting one twice does no harm, so this needs no lock and counts files, not
         # attempts.
-        self.bad = torch.zeros(len(indices), dtype=torch.uint8).share_memory_()
+        self.bad = torch.zeros(len(self.indices), dtype=torch.uint8).share_memory_()
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -250,30 +227,28 @@ class LabelledFiles(Dataset):
         return torch.as_tensor(self.targets[self.indices[position]])
 
     def load(self, position: int) -> Any:
-        """What was read; None (recorded) where the file is unreadable, if that is tolerated."""
+        """What was read; None where the file is unreadable, if that is tolerated: it is counted,
+        and named the first time."""
         try:
             return self.source.load(int(self.indices[position]), self.read)
         except UnreadableFile as error:
             if self.on_bad == "error":
                 raise
-            self.record(position, error)
+            if not self.bad[position]:
+                self.bad[position] = 1
+                count = int(self.bad.sum())
+                if count <= MAX_WARNINGS:
+                    last = count == MAX_WARNINGS
+                    more = "; further ones are counted without a message" if last else ""
+                    warnings.warn(f"{error}: {self.consequence}{more}", stacklevel=2)
             return None
-
-    def record(self, position: int, error: Exception) -> None:
-        """Count the file at `position` as unreadable, with a warning the first time."""
-        if self.bad[position]:
-            return
-        self.bad[position] = 1
-        count = int(self.bad.sum())
-        if count <= MAX_WARNINGS:
-            more = "; further ones are counted without a message" if count == MAX_WARNINGS else ""
-            warnings.warn(f"{error}: {self.consequence}{more}", stacklevel=3)
 
     def bad_files(self) -> list[str]:
         """Names of the files found unreadable so far, by this process and its workers."""
         return [self.name(position) for position in self.bad.nonzero()[:, 0].tolist()]
 
 
+@dataclasses.dataclass(eq=False)
 class TrainFiles(LabelledFiles):
     """For training: an unreadable file is replaced by another.
 
@@ -285,11 +260,8 @@ class TrainFiles(LabelledFiles):
     """
 
     consequence = "another one takes its place in training"
-
-    def __init__(self, *args: Any, seed: int = 0, rank: int | None = None, **keywords: Any):
-        super().__init__(*args, **keywords)
-        self.seed = seed
-        self.rank = rank
+    seed: int = 0
+    rank: int | None = None
 
     def __getitem__(self, index: int) -> Item:
         return self.__getitems__([index])[0]
@@ -318,21 +290,15 @@ class TrainFiles(LabelledFiles):
         )
 
 
+@dataclasses.dataclass(eq=False)
 class EvalFiles(LabelledFiles):
     """For evaluation: n items for n files, whatever can be read, and then padding (see targets.py:
-    all L targets of an item are marked, or none). Items that are marked are black.
-
-    Args:
-        shape: of an item's pixels.
-        n_padding: items to add.
-    """
+    all L targets of an item are marked, or none). Items that are marked are black."""
 
     consequence = "it is counted as wrong"
-
-    def __init__(self, *args: Any, shape: Sequence[int], n_padding: int = 0, **keywords: Any):
-        super().__init__(*args, **keywords)
-        self.shape = shape
-        self.n_padding = n_padding
+    shape: Sequence[int] = ()
+    """Of an item's pixels."""
+    n_padding: int = 0
 
     def __len__(self) -> int:
         return len(self.indices) + self.n_padding

@@ -21,6 +21,10 @@ from mmpreproj.messages import listed
 SPLITS = ("train", "val", "test")
 
 
+class NothingToReport(FileNotFoundError):
+    """There is no test split, and none was named: training goes on without."""
+
+
 class VisionDataModule(LabelledDataModule):
     """Base of the data modules of images and clips.
 
@@ -73,7 +77,10 @@ class VisionDataModule(LabelledDataModule):
     # What a subclass provides
 
     def open(self, split: str) -> Source:
-        """The items of "train", "val" (where it has a name) or "test"."""
+        """The items of "train", "val" (where it has a name) or "test".
+
+        Raises: NothingToReport, and other errors that tell what is there.
+        """
         raise NotImplementedError
 
     def reading(self, split: str) -> tuple[Callable, Callable, Sequence[int]]:
@@ -99,13 +106,14 @@ class VisionDataModule(LabelledDataModule):
                 )
                 self._parts["val"] = (train, held, targets)
             self._parts["train"] = (train, kept, targets)
-        if stage in (None, "fit", "test") and "test" not in self._parts and self._has_test(stage):
-            self._parts["test"] = self._whole(self.open("test"), "test")
+        if stage in (None, "fit", "test") and "test" not in self._parts:
+            try:
+                self._parts["test"] = self._whole(self.open("test"), "test")
+            except NothingToReport as error:
+                if stage == "test":
+                    raise
+                warnings.warn(f"nothing will be reported: {error}", stacklevel=2)
         self.refuse_shared({split: source.place() for split, source in self._sources().items()})
-
-    def _has_test(self, stage: str | None) -> bool:
-        """Whether there is a split to report, or ought to be."""
-        return True
 
     def _whole(self, source: Source, split: str) -> tuple[Source, np.ndarray, np.ndarray]:
         targets = adopt(source, self.label_sets, split, self.items, self._numbers_count)
@@ -275,13 +283,7 @@ def adopt(
 
 
 def resolve_data_config(
-    model_config: Mapping[str, Any],
-    clips: bool = False,
-    img_size: int | tuple[int, int] | None = None,
-    mean: tuple[float, ...] | None = None,
-    std: tuple[float, ...] | None = None,
-    interpolation: str | None = None,
-    **only: Any,
+    model_config: Mapping[str, Any], clips: bool = False, **given: Any
 ) -> dict[str, Any]:
     """The input configuration in use: the model's, with what was given explicitly in its place.
 
@@ -290,44 +292,48 @@ def resolve_data_config(
     Args:
         model_config: input_size (C, H, W) or (C, T, H, W); mean, std, …
         clips: that input is wanted: (C, T, H, W).
-        only: crop_pct and crop_mode of images, num_frames of clips.
+        given: img_size, mean, std, interpolation; crop_pct and crop_mode of images, num_frames of
+            clips. None is the model's.
     Returns: plain types, for JSON and YAML.
     Raises: ValueError for channels that files do not have, an unknown number of frames, or a mean
         or std of another length.
     """
-    channels, *frames, height, width = model_config["input_size"]
+    given = {name: value for name, value in given.items() if value is not None}
+    config = {"interpolation": "bilinear", **model_config, **given}
+    channels, *frames, height, width = config["input_size"]
     check_channels(channels)
-    if img_size is not None:
-        height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
+    if size := given.get("img_size"):
+        height, width = (size, size) if isinstance(size, int) else size
     statistics = {}
-    for name, given in (("mean", mean), ("std", std)):
-        values = [float(v) for v in (model_config[name] if given is None else given)]
-        if len(values) not in (1, channels) and given is not None:
+    for name in ("mean", "std"):
+        values = [float(value) for value in config[name]]
+        if name in given and len(values) not in (1, channels):
             raise ValueError(
                 f"{name} has {len(values)} values {values}, but the model takes {channels} channels"
             )
-        if len(values) != channels:
-            values = [sum(values) / len(values)] * channels
-        statistics[name] = values
-    interpolation = interpolation or model_config.get("interpolation") or "bilinear"
+        averaged = [sum(values) / len(values)] * channels
+        statistics[name] = values if len(values) == channels else averaged
     if not clips:
         return {
             "input_size": [channels, int(height), int(width)],
-            "interpolation": interpolation,
+            "interpolation": config["interpolation"],
             **statistics,
-            "crop_pct": float(only.get("crop_pct") or model_config["crop_pct"]),
-            "crop_mode": only.get("crop_mode") or model_config["crop_mode"],
+            "crop_pct": float(config["crop_pct"]),
+            "crop_mode": config["crop_mode"],
         }
-    frames = frames if only.get("num_frames") is None else [only["num_frames"]]
+    frames = [given["num_frames"]] if "num_frames" in given else frames
     if not frames:
         raise ValueError(
             f"the model's input, {list(model_config['input_size'])}, does not tell the number of "
             "frames: set num_frames (--data.num_frames)"
         )
     # torchvision resizes 8-bit integers in these two
-    usable = interpolation if interpolation in ("bilinear", "bicubic") else "bilinear"
-    size = [channels, int(frames[0]), int(height), int(width)]
-    return {"input_size": size, **statistics, "interpolation": usable}
+    usable = config["interpolation"] in ("bilinear", "bicubic")
+    return {
+        "input_size": [channels, int(frames[0]), int(height), int(width)],
+        "interpolation": config["interpolation"] if usable else "bilinear",
+        **statistics,
+    }
 
 
 def check_channels(channels: int) -> None:

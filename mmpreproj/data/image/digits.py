@@ -165,10 +165,8 @@ class DigitsDataModule(ImageDataModule):
         **keywords: Any,
     ):
         super().__init__(batch_size=batch_size, num_workers=num_workers, **keywords)
-        unused = [
-            k for k in ("crop_pct", "crop_mode", "interpolation") if self.overrides[k] is not None
-        ]
-        if unused:
+        crop = ("crop_pct", "crop_mode", "interpolation")
+        if unused := [key for key in crop if self.overrides[key] is not None]:
             raise ValueError(
                 f"{', '.join(unused)} do not apply to the digits, which are only enlarged"
             )

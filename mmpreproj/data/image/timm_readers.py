@@ -211,17 +211,13 @@ class TimmDataModule(ImageFilesDataModule):
 
     def _create(self, split: str) -> Dataset:
         root = self.roots[split]
-        if self.prefix == "torch":
-            keywords: dict[str, Any] = {"download": self.download}
-        else:
-            keywords = dict(self.reader_keywords)
+        download = {"download": self.download}
+        keywords = download if self.prefix == "torch" else self.reader_keywords
         if self.is_stream:
             training = split == "train"
-            keywords |= {"is_training": training, "batch_size": self.batch_size, "seed": run_seed()}
-            keywords |= {
-                "num_samples": self.num_samples if training else None,
-                "download": self.download,
-            }
+            n = self.num_samples if training else None
+            how = {"is_training": training, "batch_size": self.batch_size, "num_samples": n}
+            keywords = keywords | download | how | {"seed": run_seed()}
         # Mode "" is no conversion: reading transparency, 16 bits, … is image_files.py's business.
         # tfds wants a mode.
         mode = "RGB" if self.prefix == "tfds" else ""
@@ -301,9 +297,8 @@ class TimmDataModule(ImageFilesDataModule):
     def _stream_loader(self, split: str, batch_size: int, **keywords: Any) -> DataLoader:
         self.datasets[split] = self.dataset(split)
         # workers are seeded by rank and number
-        seeding = functools.partial(pl_worker_init_function, rank=self._world()[1])
-        keywords["worker_init_fn"] = seeding
-        return self._loader(self.datasets[split], batch_size, **keywords)
+        seed = functools.partial(pl_worker_init_function, rank=self._world()[1])
+        return self._loader(self.datasets[split], batch_size, worker_init_fn=seed, **keywords)
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {

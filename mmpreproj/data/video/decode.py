@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -125,6 +126,7 @@ class _Unlike(Exception):
     """The file holds other frames than its packets said."""
 
 
+@functools.cache
 def _av() -> ModuleType:
     return need("av", "reading videos (with another decoder than 'decord')", "video")
 

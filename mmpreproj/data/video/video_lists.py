@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mmpreproj.data.labelled_files import FileList, FolderSource, files_below
+from mmpreproj.data.labelled_files import FileList, FolderSource, encoded, files_below
+from mmpreproj.data.vision import NothingToReport
 
 EXTENSIONS = frozenset(
     ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .mpe .ts .m2ts .mts .wmv .flv .3gp .ogv .gif".split()
@@ -61,7 +62,7 @@ def part_source(root: Path, parts: dict[str, str | None], split: str) -> Path:
     found = {k: path for k, path in found.items() if path is not None and path not in used}
     which = f"which list or folder of {str(root)!r} is the test part?"
     if not found:
-        raise FileNotFoundError(
+        raise NothingToReport(
             f"{which} none of {list(TEST_NAMES)} is there; say it with test (--data.test)"
         )
     if len(found) > 1:
@@ -227,7 +228,7 @@ def _read_list(file: Path, root: Path, label_columns: Sequence[str] | None) -> F
     for name, column in labels.items():
         label_sets[name], ids = class_ids(str(file), name, [fields[column] for _, fields in rows])
         targets.append(ids)
-    return FileList(str(file), paths, label_sets, np.stack(targets, 1))
+    return FileList(str(file), label_sets, np.stack(targets, 1), encoded(paths))
 
 
 def _kinetics_clips(file: Path, rows: list[Row], columns: dict[str, int], root: Path) -> list[str]:

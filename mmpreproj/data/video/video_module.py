@@ -155,18 +155,6 @@ class VideoDataModule(VisionDataModule):
     def has_split(self, split: str) -> bool:
         return bool(self.split_size(split))
 
-    def _has_test(self, stage: str | None) -> bool:
-        """Whether there is a part to report. Training goes on without one that nobody named."""
-        root = Path(self.root).expanduser()
-        if stage == "test" or self.splits["test"] is not None or not root.is_dir():
-            return True
-        try:
-            part_source(root, self.splits, "test")
-        except FileNotFoundError as error:
-            warnings.warn(f"nothing will be reported: {error}", stacklevel=3)
-            return False
-        return True
-
     def open(self, split: str) -> FileList:
         """The list of a part, without what is missing where that is tolerated.
 
