@@ -16,6 +16,8 @@ import inspect
 
 from torch import nn
 
+__all__ = ["BLOCKS", "SiteRule", "class_name", "rules_of"]
+
 
 @dataclasses.dataclass(frozen=True)
 class SiteRule:

@@ -34,6 +34,10 @@ from mmpreproj.swap import (
     swap_back,
 )
 
+__all__ = ["attach", "attach_block", "attachment_of", "detach", "freeze_base", "is_within"]
+__all__ += ["make_preproj", "new_parameters", "plan_swaps", "preproj_modules", "refuse_compiled"]
+__all__ += ["report", "swap_all"]
+
 _logger = logging.getLogger(__name__)
 
 # For paths by hand: the first of these that an attention has is where it reads its input.

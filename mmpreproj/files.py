@@ -11,6 +11,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+__all__ = ["cache_folder", "remove_folder", "whole_folder", "write_whole"]
+
 
 def cache_folder(kind: str) -> Path:
     """mmpreproj/KIND in $XDG_CACHE_HOME, or in ~/.cache. It need not exist."""

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from mmpreproj.messages import need
 
+__all__ = ["Source", "cached_snapshot", "hub_dataset", "reachable", "require_hub", "require_model"]
+
 _WEIGHTS = tuple(
     f"{stem}{index}"
     for stem in ("model.safetensors", "pytorch_model.bin")

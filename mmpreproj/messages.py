@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
+__all__ = ["did_you_mean", "explain", "listed", "nearest", "need"]
+
 
 def nearest(name: str, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> list[str]:
     """Up to `most` of the known names that `name` may have meant, the likeliest first."""

@@ -30,6 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+__all__ = ["PreProj", "PreProjConfig"]
+
 UP_INIT_STD = 0.02
 
 

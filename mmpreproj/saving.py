@@ -28,6 +28,8 @@ from mmpreproj.files import write_whole
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.sites import find_sites
 
+__all__ = ["fingerprint", "load", "save"]
+
 WEIGHTS_FILE = "preproj.safetensors"
 CONFIG_FILE = "preproj.json"
 FORMAT = 1

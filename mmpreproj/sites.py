@@ -17,6 +17,8 @@ from mmpreproj.blocks import Left, mentions_attention, read_block
 from mmpreproj.messages import listed, nearest
 from mmpreproj.preproj import PreProjConfig
 
+__all__ = ["Site", "block_sites", "find_sites", "order_of_execution"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Site:

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from mmpreproj.preproj import PreProj
 
+__all__ = ["AttentionSwap", "BlockSwap", "Handoff", "JoinOutputSwap", "JoinSwap", "Swapped"]
+__all__ += ["swap", "swap_back"]
+
 
 class Handoff(threading.local):
     """W_skip · x̃ on its way from an attention to the module where it joins, one per thread.

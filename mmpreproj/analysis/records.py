@@ -28,6 +28,9 @@ import yaml
 import mmpreproj
 from mmpreproj.files import write_whole
 
+__all__ = ["environment", "mean_spread", "peak_memory", "plain", "proportion", "read_record"]
+__all__ += ["read_yaml", "wilson_interval", "write_json"]
+
 PACKAGES = ("timm", "lightning", "torchmetrics", "numpy")
 Z_95 = 1.959963984540054  # standard normal quantile at 0.975
 

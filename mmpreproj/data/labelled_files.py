@@ -17,6 +17,9 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from mmpreproj.data.sampling import seeded
 from mmpreproj.data.targets import PADDING, unreadable
 
+__all__ = ["EvalFiles", "FileList", "FolderSource", "LabelledFiles", "OnBad", "Source"]
+__all__ += ["TrainFiles", "UnreadableFile", "class_folders", "files_below"]
+
 MAX_FAILURES_IN_A_ROW = 50
 MAX_WARNINGS = 20
 OnBad = Literal["warn", "error"]

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from mmpreproj.data.sampling import EpochSampler, run_seed
 from mmpreproj.messages import need
 
+__all__ = ["Answers", "LabelledDataModule"]
+
 lightning = need("lightning", "mmpreproj.data", "train")
 
 

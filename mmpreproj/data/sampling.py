@@ -17,6 +17,8 @@ import torch
 from timm.data.distributed_sampler import RepeatAugSampler
 from torch.utils.data import Dataset, DistributedSampler, get_worker_info
 
+__all__ = ["EpochSampler", "RepeatedAugmentation", "run_seed", "seeded", "stratified_holdout"]
+
 
 def stratified_holdout(
     targets: np.ndarray, n_held: int | None = None, fraction: float | None = None, seed: int = 0

@@ -12,6 +12,8 @@ is special about an item travels in its target:
 
 import torch
 
+__all__ = ["PADDING", "decode", "unreadable"]
+
 PADDING = -1
 
 

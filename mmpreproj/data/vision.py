@@ -18,6 +18,8 @@ from mmpreproj.data.loaders import LabelledDataModule
 from mmpreproj.data.sampling import run_seed, stratified_holdout
 from mmpreproj.messages import listed
 
+__all__ = ["VisionDataModule", "check_channels", "erase", "normalize", "resolve_data_config"]
+
 SPLITS = ("train", "val", "test")
 
 

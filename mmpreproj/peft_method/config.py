@@ -10,6 +10,8 @@ from peft import PeftConfig
 
 from mmpreproj.preproj import PreProjConfig
 
+__all__ = ["AdapterConfigs", "PreProjPeftConfig", "PreProjPeftType", "check_name_is_free"]
+
 
 class PreProjPeftType(str, enum.Enum):
     """An entry like those of PEFT's own list of methods, which is closed."""

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from mmpreproj.preproj import PreProj
 
+__all__ = ["PreProjLayer"]
+
 NO_MERGE = (
     "the pre-projection is nonlinear and cannot be merged into the base's weights; keep the "
     "adapter, or call unload() for the base without it"

@@ -23,6 +23,8 @@ from mmpreproj.preproj import PreProj
 from mmpreproj.sites import Site, find_sites
 from mmpreproj.swap import AttentionSwap, Swapped, swap_back
 
+__all__ = ["PreProjModel"]
+
 # What a PEFT model of some task adds to modules_to_save by itself, whether the model has it or not
 TASK_HEADS = ("classifier", "score", "qa_outputs")
 

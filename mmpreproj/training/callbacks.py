@@ -23,6 +23,9 @@ from torch import Tensor
 from mmpreproj.analysis.records import environment, read_record, write_json
 from mmpreproj.files import write_whole
 
+__all__ = ["BestCheckpoint", "Clock", "EpochLines", "LastCheckpoint", "Reproducible", "RunFolder"]
+__all__ += ["checkpoint_path"]
+
 CHECKPOINTS = "checkpoints"
 
 

@@ -45,6 +45,9 @@ from mmpreproj.training.callbacks import (
 )
 from mmpreproj.training.runs import finish_run
 
+__all__ = ["RunConfig", "TrainCLI", "find_resumed", "main", "quieten", "run_tool"]
+__all__ += ["split_arguments"]
+
 # Hints of Lightning's that do not apply here, each for the reason given. Nothing else is silenced.
 NOT_APPLICABLE = (
     r"The '.*_dataloader' does not have many workers",  # num_workers is in the config, on purpose

@@ -23,6 +23,8 @@ from mmpreproj.training.recipe import (
 )
 from mmpreproj.training.trained_module import TrainedModule, as_plain
 
+__all__ = ["ImageClassifier"]
+
 EXAMPLES = 32  # evaluation images kept for the skip's strength on activations
 OPTIMIZER, SCHEDULE, MIX = OptimizerConfig(), ScheduleConfig(), MixConfig()
 

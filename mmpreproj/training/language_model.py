@@ -36,6 +36,8 @@ from mmpreproj.training.metrics import Sums, finite
 from mmpreproj.training.recipe import OptimizerConfig, ScheduleConfig, as_config
 from mmpreproj.training.trained_module import TrainedModule
 
+__all__ = ["LanguageModel"]
+
 OPTIMIZER, SCHEDULE = OptimizerConfig(), ScheduleConfig()
 EXAMPLES = (4, 256)  # blocks, and tokens of each, kept for the skip's strength on activations
 ADAPTER = "adapter"

@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 from mmpreproj.backbones.lm.lm_head import LMHead, hidden_states, lm_head_of
 
+__all__ = ["head_loss", "lm_loss"]
+
 IGNORED = -100
 
 # Logits held at a time: 64 MiB in float32. On a CPU, forward and backward of 2,048 rows of width

@@ -15,6 +15,8 @@ from mmpreproj.messages import need
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.training.recipe import as_config
 
+__all__ = ["LoraConfig", "attach_lora", "count_new", "solve_rank"]
+
 ALL = "all-linear"
 
 

@@ -17,6 +17,8 @@ from torchmetrics import Metric
 from mmpreproj.analysis.records import proportion
 from mmpreproj.data.targets import decode
 
+__all__ = ["EvaluationMetrics", "Sums", "class_rows", "exact", "finite", "metrics_of", "percent"]
+
 
 def exact() -> torch.dtype:
     """The dtype of sums: not the model's, in which n would stop at 256 (bfloat16)."""

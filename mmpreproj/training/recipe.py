@@ -20,6 +20,9 @@ from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 
+__all__ = ["MixConfig", "Mixer", "OptimizerConfig", "ScheduleConfig", "as_config", "make_loss"]
+__all__ += ["make_optimizer", "make_schedule"]
+
 Config = TypeVar("Config")
 
 SCHEDULES = ("cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt", "constant", "none")

@@ -23,6 +23,8 @@ from mmpreproj.messages import explain
 from mmpreproj.training.callbacks import CHECKPOINTS, BestCheckpoint, Clock, checkpoint_path
 from mmpreproj.training.trained_module import TrainedModule
 
+__all__ = ["evaluate", "finish_run", "load_run", "print_table"]
+
 Which = Literal["best", "last"]
 
 

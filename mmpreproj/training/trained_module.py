@@ -23,6 +23,8 @@ from mmpreproj.data.loaders import Answers
 from mmpreproj.training.metrics import exact
 from mmpreproj.training.recipe import make_optimizer, make_schedule
 
+__all__ = ["TrainedModule", "as_plain"]
+
 SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 GOES_WITH = {"images": "ImageClassifier", "clips": "VideoClassifier", "text": "LanguageModel"}
 LOGGED = ("n", "top1", "top5", "loss")

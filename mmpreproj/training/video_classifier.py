@@ -13,6 +13,8 @@ from mmpreproj.data.loaders import Answers
 from mmpreproj.training.image_classifier import ImageClassifier
 from mmpreproj.training.metrics import EvaluationMetrics, Sums, class_rows, metrics_of, percent
 
+__all__ = ["VideoClassifier", "output_names", "retimed"]
+
 EXAMPLES = 8  # clips kept for the skip's strength on activations
 CONTROLS = ("reversed", "shuffled", "still")
 

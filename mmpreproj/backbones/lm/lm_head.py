@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from mmpreproj.attach import refuse_compiled
 from mmpreproj.backbones.modes import evaluating
 
+__all__ = ["LMHead", "hidden_states", "lm_head_of"]
+
 # What transformers' models do to the logits behind the matrix, by the name in their configuration:
 # multiply them by this power of it (Cohere; Falcon-H1; Granite divides), or cap them (Gemma 2 on).
 _SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}

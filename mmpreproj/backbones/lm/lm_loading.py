@@ -33,6 +33,9 @@ from mmpreproj.saving import load
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+__all__ = ["LoadedText", "load_language_model", "load_tokenizer", "load_with_adapter"]
+__all__ += ["new_language_model"]
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 

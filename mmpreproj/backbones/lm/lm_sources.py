@@ -20,6 +20,8 @@ from mmpreproj.files import cache_folder, whole_folder
 from mmpreproj.hub_cache import Source
 from mmpreproj.messages import listed
 
+__all__ = ["file_hash", "find_source", "unpacked"]
+
 _logger = logging.getLogger(__name__)
 
 PACKAGE_PREFIX = "package:"

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+__all__ = ["check_hash", "check_tokenizer", "from_text", "number_of_ids", "to_text"]
+__all__ += ["tokenizer_hash", "tokenizer_name"]
+
 
 def number_of_ids(tokenizer: PreTrainedTokenizerBase) -> int:
     """The highest id of a tokenizer and one; more than its length where ids are left out."""

@@ -16,6 +16,8 @@ from mmpreproj.data.sampling import run_seed, seeded, stratified_holdout
 from mmpreproj.data.targets import PADDING
 from mmpreproj.messages import need
 
+__all__ = ["DigitsAugment", "DigitsDataModule", "load_digits", "resample"]
+
 N_TEST = 540
 SIDE = 8
 

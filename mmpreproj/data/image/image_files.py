@@ -27,6 +27,9 @@ from timm.data import create_transform
 from mmpreproj.data.labelled_files import UnreadableFile
 from mmpreproj.data.vision import check_channels, normalize
 
+__all__ = ["AugmentConfig", "EvalTransform", "UnreadableImage", "load_image", "pixel_transform"]
+__all__ += ["to_channels", "train_transform"]
+
 ORIENTATION_TAG = 0x0112
 
 # Damaged metadata says nothing about the pixels, and in a large collection these messages come by

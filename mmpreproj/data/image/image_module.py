@@ -20,6 +20,8 @@ from mmpreproj.data.labelled_files import FolderSource, OnBad, class_folders
 from mmpreproj.data.sampling import RepeatedAugmentation, run_seed
 from mmpreproj.data.vision import VisionDataModule
 
+__all__ = ["ImageDataModule", "ImageFilesDataModule", "ImageFolderDataModule"]
+
 TEST_NAMES = ("val", "validation", "test")
 
 

@@ -21,6 +21,8 @@ from mmpreproj.data.labelled_files import Source
 from mmpreproj.data.sampling import run_seed
 from mmpreproj.messages import listed
 
+__all__ = ["TimmDataModule"]
+
 CANNOT_READ = (OSError, SyntaxError, Image.DecompressionBombError)
 PACKAGES = {
     "hfds": "datasets",

@@ -31,6 +31,10 @@ from torchvision.transforms.v2 import functional as F
 from mmpreproj.data.video.decode import Decoder, read_frames
 from mmpreproj.data.vision import normalize
 
+__all__ = ["ClipReader", "ClipsOfFile", "EvalClips", "Padding", "Sampling", "TrainClip"]
+__all__ += ["VideoAugment", "dense", "dense_train", "dense_views", "segments", "span"]
+__all__ += ["uniform_train", "uniform_views"]
+
 Sampling = Literal["dense", "uniform"]
 Padding = Literal["repeat", "loop"]
 

@@ -33,6 +33,9 @@ from mmpreproj.messages import need
 if TYPE_CHECKING:
     import av
 
+__all__ = ["Decoder", "Indices", "UnreadableVideo", "VideoFile", "VideoInfo", "check_file"]
+__all__ += ["probe", "read_frames"]
+
 Decoder = Literal["auto", "pyav", "decord"]
 Indices = Sequence[int] | Callable[[int], Sequence[int]]
 """Frame numbers, or what gives them once the number of frames is known."""

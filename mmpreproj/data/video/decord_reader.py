@@ -18,6 +18,8 @@ import numpy as np
 from mmpreproj.data.video.decode import Indices, UnreadableVideo, check_file
 from mmpreproj.messages import need
 
+__all__ = ["read_with_decord"]
+
 
 @functools.lru_cache(maxsize=1)
 def _decord() -> ModuleType:

@@ -38,6 +38,9 @@ from mmpreproj.data.video.video_module import VideoDataModule
 from mmpreproj.files import cache_folder, whole_folder
 from mmpreproj.messages import need
 
+__all__ = ["MovingDigits", "MovingDigitsDataModule", "encode", "opposite", "places", "plan"]
+__all__ += ["render", "write_moving_digits"]
+
 VERSION = 1
 """Part of the cache folder's name. To be raised whenever equal settings give other files."""
 

@@ -15,6 +15,8 @@ import numpy as np
 from mmpreproj.data.labelled_files import FileList, FolderSource, encoded, files_below
 from mmpreproj.data.vision import NothingToReport
 
+__all__ = ["part_source", "read_videos"]
+
 EXTENSIONS = frozenset(
     ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .mpe .ts .m2ts .mts .wmv .flv .3gp .ogv .gif".split()
 )

@@ -24,6 +24,8 @@ from mmpreproj.data.video.video_lists import part_source, read_videos
 from mmpreproj.data.vision import VisionDataModule
 from mmpreproj.messages import listed
 
+__all__ = ["VideoDataModule"]
+
 Missing = Literal["error", "skip", "keep"]
 CHOICES = {
     "sampling": Sampling,
