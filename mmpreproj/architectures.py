@@ -90,4 +90,5 @@ def _forward(cls: type) -> object:
 
 
 def class_name(cls: type) -> str:
+    """A class as the table names it: its module and its name."""
     return f"{cls.__module__}.{cls.__qualname__}"

@@ -171,11 +171,13 @@ def plan_swaps(
 
 
 def swap_all(model: nn.Module, swaps: Swaps) -> None:
+    """Swap the class of every module that `plan_swaps` planned for."""
     for path, (mixin, attributes) in swaps.items():
         swap(model.get_submodule(path), mixin, attributes)
 
 
 def report(model: nn.Module, sites: list[Site]) -> None:
+    """Log what was attached, and warn where the blocks are post-norm."""
     new = sum(p.numel() for module in preproj_modules(model).values() for p in module.parameters())
     everything = sum(p.numel() for p in model.parameters())
     _logger.info(
@@ -344,8 +346,10 @@ def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def attachment_of(model: nn.Module) -> Attachment:
+    """What a model remembers; an empty one where nothing was attached."""
     return vars(model).get("preproj_attachment") or Attachment()
 
 
 def is_within(name: str, path: str) -> bool:
+    """Whether a parameter or module is the one at `path`, or below it."""
     return name == path or name.startswith(f"{path}.")

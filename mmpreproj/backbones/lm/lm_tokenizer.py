@@ -33,6 +33,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, n_embeddings: int) -> No
 
 
 def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What records and errors call a tokenizer."""
     return str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
 
 

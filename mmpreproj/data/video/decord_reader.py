@@ -39,6 +39,7 @@ def _decord() -> ModuleType:
 
 
 def read_with_decord(path: str, indices: Indices, threads: int) -> np.ndarray:
+    """`mmpreproj.data.video.read_frames`, by decord."""
     decord = _decord()
     check_file(path)
     try:
