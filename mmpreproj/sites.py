@@ -17,7 +17,7 @@ from mmpreproj.blocks import Left, mentions_attention, read_block
 from mmpreproj.messages import listed, nearest
 from mmpreproj.preproj import PreProjConfig
 
-__all__ = ["Site", "block_sites", "find_sites", "order_of_execution"]
+__all__ = ["Site", "block_sites", "find_sites"]
 
 
 @dataclasses.dataclass(frozen=True)
