@@ -28,7 +28,7 @@ def module(path, tmp_path, tokenizer=None, **keywords):
 
 def stream(data, part):
     """The tokens of a part by hand."""
-    return [i for text in data.part_text(part) for i in [*ids_of(text), EOS]]
+    return [i for text in data.documents(part) for i in [*ids_of(text), EOS]]
 
 
 # Blocks
@@ -97,7 +97,7 @@ def test_perplexity_of_a_uniform_model_is_its_vocabulary_for_any_block_size(path
 def test_a_text_too_short_for_a_block_is_an_error_with_both_numbers(tmp_path):
     short = write_lines(tmp_path / "a.jsonl", ["abcd", "efgh"])
     data = module(short, tmp_path, val_fraction=0.0, test_fraction=0.0)
-    with pytest.raises(ValueError, match=r"train part has 10 tokens, fewer than the 11 .*=10"):
+    with pytest.raises(ValueError, match=r"train split has 10 tokens, fewer than the 11 .*=10"):
         data.train_dataloader()
     data = module(short, tmp_path, val_fraction=0.0, test_fraction=0.0, block_size=9)
     with pytest.raises(ValueError, match=r"1 training blocks on 1 process.* one batch of 4"):
@@ -183,13 +183,13 @@ def test_parts_with_fraction_0_have_no_loader(path, tmp_path):
     data.setup()
     assert data.val_dataloader() == [] and data.test_dataloader() == []
     assert not data.has_split("val") and data.has_split("train")
-    with pytest.raises(ValueError, match="part must be one of train, val, test, got 'valid'"):
-        data.part_text("valid")
+    with pytest.raises(ValueError, match="split must be one of train, val, test, got 'valid'"):
+        next(data.documents("valid"))
 
 
 def test_a_held_out_part_without_text_is_an_error_at_the_start(tmp_path):
     (tmp_path / "a.txt").write_text("one line and nothing more")
-    with pytest.raises(ValueError, match="no text for the val part"):
+    with pytest.raises(ValueError, match="no text for the val split"):
         module(str(tmp_path / "a.txt"), tmp_path).setup()
 
 
@@ -238,7 +238,7 @@ def test_the_start_of_training_names_its_text(tmp_path, capsys):
         (tmp_path / "texts" / f"{i}.txt").write_text(TEXT * (9 + i))
     module(str(tmp_path / "texts"), tmp_path).setup("fit")
     told = capsys.readouterr().out
-    assert told.startswith("training text: ") and told.endswith("2.txt and 2 more\n")
+    assert told.startswith("training text: ") and told.endswith("2.txt, … (5 in all)\n")
     TextDataModule(cache_dir=str(tmp_path / "cache")).setup("fit")
     assert "training text: the built-in sample" in capsys.readouterr().out
 

@@ -11,15 +11,17 @@ import time
 import pytest
 from text_data import write_lines
 
-from mmpreproj.data.text import pieces, sources
-from mmpreproj.data.text.parts import TextParts
-from mmpreproj.data.text.sample import sample_documents
+from mmpreproj.data.text import TextDataModule, text_pieces
+from mmpreproj.data.text.text_sources import open_sources, sample_documents
 
 HALVES = {"val": 0.25, "test": 0.25}
 
 
 def parts(train, val=None, test=None, fractions=HALVES, key="text"):
-    return TextParts({"train": train, "val": val, "test": test}, fractions, key)
+    fractions = {f"{split}_fraction": fraction for split, fraction in fractions.items()}
+    data = TextDataModule(train, val, test, text_key=key, **fractions)
+    assert list(data.ranges) == ["train", "val", "test"]  # read now: faults show here
+    return data
 
 
 def read(name, key="text"):
@@ -47,7 +49,7 @@ def test_text_is_read_as_utf8_with_one_kind_of_line_end(tmp_path, written, expec
 
 @pytest.mark.parametrize("offset", [0, 7, 1000, 4321])
 def test_invalid_utf8_is_an_error_with_file_and_byte_offset(tmp_path, monkeypatch, offset):
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 256)
+    monkeypatch.setattr(text_pieces, "PIECE_SIZE", 256)
     data = bytearray(b"abc defg\n" * 600)
     data[offset] = 0xE9  # é in latin-1
     (tmp_path / "latin.txt").write_bytes(bytes(data))
@@ -276,7 +278,9 @@ def test_text_of_its_own_leaves_the_training_text_whole(tmp_path):
 def test_the_same_text_under_another_name_is_refused_in_another_part(tmp_path):
     (tmp_path / "a.txt").write_text("a\nb\n")
     (tmp_path / "copy.txt").write_text("a\nb\n")
-    with pytest.raises(ValueError, match=r"copy\.txt of the test part has the content of .*a\.txt"):
+    with pytest.raises(
+        ValueError, match=r"copy\.txt of the test split has the content of .*a\.txt"
+    ):
         parts(str(tmp_path / "a.txt"), test=str(tmp_path / "copy.txt"))
 
 
@@ -284,7 +288,7 @@ def test_text_too_short_to_hold_anything_out_says_so(tmp_path):
     (tmp_path / "a.txt").write_text("all in one line")
     held = parts(str(tmp_path / "a.txt"))
     held.require("train")
-    with pytest.raises(ValueError, match="no text for the val part: val_fraction=0.25"):
+    with pytest.raises(ValueError, match="no text for the val split: val_fraction=0.25"):
         held.require("val")
 
 
@@ -380,8 +384,10 @@ def test_a_missing_package_says_what_to_install(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ImportError, match=r"pip install 'mmpreproj\[text\]'"):
-        sources.open_sources(str(tmp_path / "a.parquet"), "text")
+    with pytest.raises(
+        ImportError, match=r"a\.parquet needs pyarrow: .*pip install -e '\.\[text\]'"
+    ):
+        open_sources(str(tmp_path / "a.parquet"), "text")
 
 
 def test_what_is_no_text_says_so_before_a_part_that_is_empty_for_it(tmp_path):

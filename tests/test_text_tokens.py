@@ -1,5 +1,6 @@
 """From text to tokens on disk: pieces, document borders, the cache, tokenizers."""
 
+import io
 import json
 import os
 import pickle
@@ -16,11 +17,16 @@ import pytest
 from text_data import BOS, EOS, character_tokenizer, ids_of, write_lines
 from transformers import PreTrainedTokenizerFast
 
-from mmpreproj.backbones.lm.lm_tokenizer import check_tokenizer, tokenizer_hash
-from mmpreproj.data.text import TextDataModule, pieces
-from mmpreproj.data.text.cache import TokenFile, tokens_of
-from mmpreproj.data.text.pieces import Piece, split_text
-from mmpreproj.data.text.tokenizers import borders, encode, trained_bpe
+from mmpreproj.backbones.lm.lm_tokenizer import (
+    borders,
+    check_tokenizer,
+    encode,
+    tokenizer_hash,
+    trained_bpe,
+)
+from mmpreproj.data.text import TextDataModule, text_pieces
+from mmpreproj.data.text.text_pieces import Piece, stream_pieces, string_pieces
+from mmpreproj.data.text.token_blocks import TokenFile, tokens_of
 
 WHOLE = {"val_fraction": 0.0, "test_fraction": 0.0}
 
@@ -29,6 +35,15 @@ def module(train, folder, tokenizer=None, **keywords):
     data = TextDataModule(train, cache_dir=str(folder), **{**WHOLE, "block_size": 4, **keywords})
     data.tokenizer = tokenizer or character_tokenizer()
     return data
+
+
+def pieces_of(text):
+    data = text.encode()
+    return list(stream_pieces(io.BytesIO(data), 0, len(data), "x"))
+
+
+def split_text(text):
+    return [piece.text for piece in pieces_of(text)]
 
 
 def visible(folder):
@@ -64,11 +79,11 @@ def texts(n):
 
 
 def test_pieces_are_the_whole_text(monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 32)
+    monkeypatch.setattr(text_pieces, "PIECE_SIZE", 32)
     for text in texts(300):
-        found = list(split_text(text, "x"))
-        assert "".join(found) == text.replace("\r\n", "\n").replace("\r", "\n")
-        assert max(map(len, found)) <= 32 * (pieces.MAX_PIECES_GROWN + 1)
+        for found in (split_text(text), [piece.text for piece in string_pieces(text)]):
+            assert "".join(found) == text.replace("\r\n", "\n").replace("\r", "\n")
+            assert max(map(len, found)) <= 32 * (text_pieces.MAX_PIECES_GROWN + 1)
 
 
 PROSE = (
@@ -80,8 +95,8 @@ PROSE = (
 def test_tokens_of_pieces_are_those_of_the_whole_text(tmp_path, monkeypatch):
     text = "".join(PROSE[i:] + PROSE for i in range(0, 60, 7))
     tokenizer = trained_bpe(350, [text], tmp_path, "key")
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
-    found = list(split_text(text, "x"))
+    monkeypatch.setattr(text_pieces, "PIECE_SIZE", 64)
+    found = split_text(text)
     assert len(found) > 40
     ids = [i for piece in encode(tokenizer, found) for i in piece]
     assert ids == tokenizer(text)["input_ids"]
@@ -98,8 +113,8 @@ def test_a_mark_that_a_normalizer_puts_before_every_text_is_one_token_a_piece(mo
     rules = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     backend.normalizer = normalizers.Sequence(rules)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 16)
-    found = list(split_text("ab " * 40 + "ab", "x"))
+    monkeypatch.setattr(text_pieces, "PIECE_SIZE", 16)
+    found = split_text("ab " * 40 + "ab")
     ids = [encode(tokenizer, [piece])[0] for piece in found]
     assert len(found) > 5 and {piece[:1] for piece in found[1:]} == {" "}
     without = ids[0] + [i for piece in ids[1:] for i in piece[1:]]
@@ -108,12 +123,11 @@ def test_a_mark_that_a_normalizer_puts_before_every_text_is_one_token_a_piece(mo
 
 
 def test_words_and_bytes_do_not_depend_on_where_pieces_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 16)
+    monkeypatch.setattr(text_pieces, "PIECE_SIZE", 16)
     tokenizer = trained_bpe(257, ["a"], tmp_path, "key")
     for i, text in enumerate(texts(20)):
         normal = text.replace("\r\n", "\n").replace("\r", "\n")
-        found = [*split_text(text, "x")]
-        given = [Piece(p, k == len(found) - 1, 1.0) for k, p in enumerate(found)]
+        given = pieces_of(text)
         header = tokens_of(tmp_path / str(i), given, tokenizer, None, None, {}).header
         assert header["n_words"] == len(normal.split())
         assert header["n_bytes"] == len(normal.encode()) == header["n_tokens"]
@@ -135,7 +149,7 @@ def test_documents_follow_each_other_with_bos_and_eos(tmp_path):
         "n_words": 3,
         "n_bytes": 7,  # é has two
     }
-    assert list(data.part_text("train")) == ["ab c", "dé"]
+    assert list(data.documents("train")) == ["ab c", "dé"]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +205,7 @@ def test_text_is_tokenised_once(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("ab cd\nef\n")
     first = module(str(tmp_path / "a.txt"), tmp_path / "cache").tokens("train")
     (tmp_path / "moved.txt").write_text("ab cd\nef\n")
-    monkeypatch.setattr("mmpreproj.data.text.cache.encode", refuse)
+    monkeypatch.setattr("mmpreproj.data.text.token_blocks.encode", refuse)
     again = module(str(tmp_path / "moved.txt"), tmp_path / "cache", block_size=2).tokens("train")
     assert again.path == first.path
 
@@ -219,7 +233,7 @@ def test_what_matters_gives_tokens_of_its_own(tmp_path, what):
 
 def test_an_error_halfway_leaves_nothing_behind(tmp_path):
     def broken():
-        yield Piece("ab", False, 0.5)
+        yield Piece("ab", False, 2)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -232,11 +246,11 @@ import sys, time
 from pathlib import Path
 import mmpreproj.data.text
 heavy = {"datasets", "pyarrow"} & set(sys.modules)
-from mmpreproj.data.text.cache import tokens_of
-from mmpreproj.data.text.pieces import Piece
+from mmpreproj.data.text.text_pieces import Piece
+from mmpreproj.data.text.token_blocks import tokens_of
 from text_data import character_tokenizer
 def pieces():
-    yield Piece("ab" * (1 << 21), False, 0.5)
+    yield Piece("ab" * (1 << 21), False, 1 << 22)
     print(f"written {sorted(heavy)}", flush=True)
     time.sleep(60)
 tokens_of(Path(sys.argv[1]), pieces(), character_tokenizer(), None, None, {})
@@ -260,7 +274,7 @@ def test_a_killed_process_leaves_no_half_cache_and_its_rest_is_cleared(tmp_path)
     process.wait()
     (left,) = visible(tmp_path)
     assert left.endswith(".tmp")
-    tokens = tokens_of(folder, [Piece("ab", True, 1.0)], character_tokenizer(), None, None, {})
+    tokens = tokens_of(folder, [Piece("ab", True, 2)], character_tokenizer(), None, None, {})
     assert tokens.ids.tolist() == [0, 1]
     assert visible(tmp_path) == ["t"]
 
@@ -270,9 +284,9 @@ def test_two_at_once_do_not_clash(tmp_path):
     found = []
 
     def given():
-        yield Piece("ab ", False, 0.5)
+        yield Piece("ab ", False, 3)
         both_write.wait()
-        yield Piece("cd", True, 1.0)
+        yield Piece("cd", True, 2)
 
     def work():
         found.append(tokens_of(tmp_path / "t", given(), character_tokenizer(), None, EOS, {}))
@@ -298,7 +312,7 @@ def test_a_damaged_cache_is_made_again(tmp_path, damage):
 
 
 def test_tokens_go_to_workers_by_name_not_by_content(tmp_path):
-    given = [Piece("ab" * 50_000, True, 1.0)]
+    given = [Piece("ab" * 50_000, True, 100_000)]
     tokens = tokens_of(tmp_path / "t", given, character_tokenizer(), None, None, {})
     assert len(tokens.ids) == 100_000
     data = pickle.dumps(tokens)
@@ -351,7 +365,7 @@ def test_a_bpe_is_made_from_the_training_part_alone_and_cached(tmp_path, monkeyp
         data, tokenizer = made(tmp_path / "one")
     words = tokenizer.get_vocab()
     assert "Ġcat" in words and "zyxw" not in words and "zy" not in words
-    assert set("".join(data.part_text("test")).split()) == {"zyxwvutsrqponmlkjihgfe"}
+    assert set("".join(data.documents("test")).split()) == {"zyxwvutsrqponmlkjihgfe"}
     assert tokenizer.eos_token == tokenizer.bos_token == "<|endoftext|>"
     with pytest.warns(UserWarning, match="too short"):
         _, again = made(tmp_path / "two")

@@ -92,7 +92,7 @@ def test_perplexities_are_those_of_the_whole_logits_over_tokens_words_and_bytes(
     nll, n = hand_nll(AutoModelForCausalLM.from_pretrained(base), texts.test_dataloader())
     assert module.test_result["n"] == n == texts.describe()["test"]["n_tokens"] - 1
     figures = module.metrics(module.test_result)["perplexity"]
-    held = "".join(texts.part_text("test"))
+    held = "".join(texts.documents("test"))
     for unit, count in (("token", n), ("word", len(held.split())), ("byte", len(held.encode()))):
         assert figures[unit]["n"] == count
         assert figures[unit]["value"] == pytest.approx(math.exp(nll / count), rel=1e-5)

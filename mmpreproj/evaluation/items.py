@@ -243,6 +243,6 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
 def _open(path: Path) -> AbstractContextManager[BinaryIO]:
     if path.suffix not in _PACKED:
         return open(path, "rb")
-    from mmpreproj.data.text.pieces import open_bytes
+    from mmpreproj.data.text.table_rows import open_bytes
 
     return open_bytes(path)

@@ -341,7 +341,7 @@ def _read_text(source: str) -> str:
         raise ValueError(f"perplexity takes one text file, found {kind}{source}")
     if not path.exists():
         raise FileNotFoundError(f"there is no file {source}")
-    from mmpreproj.data.text.sources import TextFile
+    from mmpreproj.data.text.text_sources import TextFile
 
     file = TextFile(str(path))
     return "".join(piece.text for piece in file.pieces(0, file.size))

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from mmpreproj.backbones.lm.lm_tokenizer import number_of_ids, tokenizer_hash, tokenizer_name
-from mmpreproj.data.loaders import LabelledDataModule
-from mmpreproj.data.text.blocks import TokenBlocks
-from mmpreproj.data.text.cache import TokenFile, tokens_of
-from mmpreproj.data.text.parts import PARTS, TextParts, digest
-from mmpreproj.data.text.tokenizers import (
+from mmpreproj.backbones.lm.lm_tokenizer import (
     BPE_PREFIX,
     borders,
     bpe_size,
+    number_of_ids,
+    tokenizer_hash,
+    tokenizer_name,
     trained_bpe,
 )
+from mmpreproj.data.loaders import LabelledDataModule
+from mmpreproj.data.text.text_pieces import Piece
+from mmpreproj.data.text.text_sources import Source, open_sources
+from mmpreproj.data.text.token_blocks import TokenBlocks, TokenFile, tokens_of
 from mmpreproj.files import cache_folder
+from mmpreproj.messages import listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+__all__ = ["TextDataModule"]
+
+SPLITS = ("train", "val", "test")
 VERSION = 1  # of the rules by which text becomes tokens; part of the key of the cache
 
 
@@ -108,16 +117,15 @@ class TextDataModule(LabelledDataModule):
         self.names = {"train": train, "val": val, "test": test}
         self.tokenizer_source = tokenizer
         self.block_size = block_size
+        self.max_train_tokens = max_train_tokens
+        self.cache_dir = Path(cache_dir or cache_folder("tokens")).expanduser()
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
         self.text_key = text_key
         self.add_bos = add_bos
         self.add_eos = add_eos
-        self.cache_dir = Path(cache_dir or cache_folder("tokens")).expanduser()
-        self.max_train_tokens = max_train_tokens
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._tokenizer_name: str | None = None
-        self._parts: TextParts | None = None
         self._tokens: dict[str, TokenFile] = {}
 
     # The tokenizer
@@ -137,8 +145,8 @@ class TextDataModule(LabelledDataModule):
                     "a folder or a hub name)"
                 )
             if source.startswith(BPE_PREFIX):
-                texts = (piece.text for piece in self.parts.pieces("train"))
-                key = digest([VERSION, self.parts.identity("train")])
+                texts = (piece.text for piece in self.pieces("train"))
+                key = _digest([VERSION, self.identity("train")])
                 self._tokenizer = trained_bpe(bpe_size(source), texts, self.cache_dir, key)
             else:
                 from mmpreproj.backbones.lm import load_tokenizer
@@ -149,8 +157,7 @@ class TextDataModule(LabelledDataModule):
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._tokenizer_name = tokenizer_name(tokenizer)
+        self._tokenizer, self._tokenizer_name = tokenizer, tokenizer_name(tokenizer)
         self._tokens = {}
 
     @property
@@ -158,105 +165,165 @@ class TextDataModule(LabelledDataModule):
         """Whether one was set, or the settings name one."""
         return self._tokenizer is not None or self.tokenizer_source is not None
 
-    # Parts of the text
+    # Splits of the text
 
-    @property
-    def parts(self) -> TextParts:
-        """The text of the parts. Raises: as TextParts, at the first use."""
-        if self._parts is None:
-            fractions = {"val": self.val_fraction, "test": self.test_fraction}
-            self._parts = TextParts(self.names, fractions, self.text_key)
-        return self._parts
+    @cached_property
+    def ranges(self) -> dict[str, list[tuple[Source, int, int]]]:
+        """What each split takes of which sources.
 
-    def part_text(self, part: str) -> Iterator[str]:
-        """The text of "train", "val" or "test", document by document, as it is tokenised."""
-        self.parts.require(part)
-        return self.parts.documents(part)
+        The first use reads every file once from end to end, for the hash of its content.
 
-    def has_split(self, part: str) -> bool:
-        """Whether the settings have such a part.
+        Raises:
+            ValueError: where two splits would be the same text; this and others as `open_sources`.
+        """
+        ranges: dict[str, list[tuple[Source, int, int]]] = {split: [] for split in SPLITS}
+        val, test = (self.held_out(split) or 0.0 for split in ("val", "test"))
+        for source in open_sources(self.names["train"], self.text_key):
+            ends = (0, source.cut(1.0 - test - val), source.cut(1.0 - test), source.size)
+            for split, start, end in zip(SPLITS, ends[:-1], ends[1:], strict=True):
+                if start < end:
+                    ranges[split].append((source, start, end))
+        for split in ("val", "test"):
+            if self.names[split] is not None:
+                own = open_sources(self.names[split], self.text_key)
+                ranges[split] = [(source, 0, source.size) for source in own]
+        seen: dict[str, tuple[str, Source]] = {}
+        for split in SPLITS:
+            for source, _, _ in ranges[split]:
+                other, first = seen.setdefault(source.digest, (split, source))
+                if other != split and source is not first:
+                    raise ValueError(
+                        f"{source.name} of the {split} split has the content of {first.name} of "
+                        f"the {other} split: name different text"
+                    )
+        return ranges
+
+    def held_out(self, split: str) -> float | None:
+        """The fraction of `train` that a split is; None where it has text of its own."""
+        fractions = {"val": self.val_fraction, "test": self.test_fraction}
+        return fractions.get(split) if self.names[split] is None else None
+
+    def require(self, split: str) -> None:
+        """Raises: ValueError, with what to do, if a split has no text."""
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+        if self.ranges[split]:
+            return
+        if split == "train":
+            raise ValueError(
+                "there is no text to train on: all of it is held out. Give more text, or lower "
+                "val_fraction and test_fraction"
+            )
+        for source, start, end in self.ranges["train"]:
+            next(source.pieces(start, end), None)  # what is no text at all says so, first
+        raise ValueError(
+            f"there is no text for the {split} split: {split}_fraction={self.held_out(split)} of "
+            f"the training text holds no line or row. Name text with {split}, or raise "
+            f"{split}_fraction"
+        )
+
+    def has_split(self, split: str) -> bool:
+        """Whether the settings have such a split.
 
         Raises: ValueError if they do, but there is no text for it.
         """
-        if self.parts.held_out.get(part) == 0.0:
+        if self.held_out(split) == 0.0:
             return False
-        self.parts.require(part)
+        self.require(split)
         return True
 
-    def split_size(self, part: str) -> int:
-        """Blocks of a part, without padding."""
-        return len(self.dataset(part)) if self.has_split(part) else 0
+    def split_size(self, split: str) -> int:
+        """Blocks of a split, without padding."""
+        return len(self.dataset(split)) if self.has_split(split) else 0
+
+    def pieces(self, split: str) -> Iterator[Piece]:
+        """The text of a split, as it is tokenised."""
+        for source, start, end in self.ranges[split]:
+            yield from source.pieces(start, end)
+
+    def documents(self, split: str) -> Iterator[str]:
+        """The text of a split, document by document."""
+        self.require(split)
+        texts: list[str] = []
+        for piece in self.pieces(split):
+            texts.append(piece.text)
+            if piece.ends:
+                yield "".join(texts)
+                texts = []
+
+    def identity(self, split: str) -> list[Any]:
+        """What decides a split's text: the content of the sources, and the range of each."""
+        return [[*source.identity, start, end] for source, start, end in self.ranges[split]]
 
     # Tokens
 
     def prepare_data(self) -> None:
         """Tokenises what is not in the cache, on one process (where the tokenizer is known)."""
         if self.has_tokenizer:
-            for part in self._needed():
-                self._tokenised(part)
+            for split in self._needed():
+                self._tokenised(split)
 
     def setup(self, stage: str | None = None) -> None:
         """Finds the text, and its tokens where the tokenizer is known: faults show at the start."""
         if stage == "fit" and self._world()[1] == 0:
-            names = self.parts.files()["train"]
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            print(f"training text: {', '.join(names[:3])}{more}", flush=True)
-        for part in self._needed():
-            self.parts.require(part)
+            names = [source.name for source, _, _ in self.ranges["train"]]
+            print(f"training text: {listed(names, 3)}", flush=True)
+        for split in self._needed():
+            self.require(split)
             if self.has_tokenizer:
-                self.tokens(part)
+                self.tokens(split)
 
     def _needed(self) -> list[str]:
         function = str(self.trainer.state.fn or "fit") if self.trainer else "fit"
         one = {"validate": "val", "test": "test"}.get(function.rsplit(".", 1)[-1].lower())
-        return [part for part in ([one] if one else PARTS) if self.has_split(part)]
+        return [split for split in ([one] if one else SPLITS) if self.has_split(split)]
 
-    def tokens(self, part: str) -> TokenFile:
-        """The tokens of a part, tokenised first if they are not in the cache.
+    def tokens(self, split: str) -> TokenFile:
+        """The tokens of a split, tokenised first if they are not in the cache.
 
         Of several processes, which all have to call this, the first does the work.
 
-        Raises: ValueError without a tokenizer, and where the part has no text.
+        Raises: ValueError without a tokenizer, and where the split has no text.
         """
-        if part not in self._tokens:
+        if split not in self._tokens:
             world, rank = self._world()
             if world > 1:
                 try:
                     if rank == 0:
-                        self._tokenised(part)
+                        self._tokenised(split)
                 finally:
                     self.trainer.strategy.barrier()
-            self._tokens[part] = self._tokenised(part)
-        return self._tokens[part]
+            self._tokens[split] = self._tokenised(split)
+        return self._tokens[split]
 
-    def _tokenised(self, part: str) -> TokenFile:
-        self.parts.require(part)
+    def _tokenised(self, split: str) -> TokenFile:
+        self.require(split)
         bos, eos = borders(self.tokenizer, self.add_bos, self.add_eos)
         about = {
             "version": VERSION,
             "tokenizer": tokenizer_hash(self.tokenizer),
-            "sources": self.parts.identity(part),
+            "sources": self.identity(split),
         }
-        folder = self.cache_dir / digest([about, bos, eos])
+        folder = self.cache_dir / _digest([about, bos, eos])
         about["tokenizer_name"] = self._tokenizer_name
-        title = f"tokens of the {part} part"
-        return tokens_of(folder, self.parts.pieces(part), self.tokenizer, bos, eos, about, title)
+        total = sum(end - start for _, start, end in self.ranges[split])
+        how = (self.tokenizer, bos, eos, about, f"tokens of the {split} split", total)
+        return tokens_of(folder, self.pieces(split), *how)
 
-    def dataset(self, part: str, n_padding: int = 0) -> TokenBlocks:
+    def dataset(self, split: str, n_padding: int = 0) -> TokenBlocks:
         """The blocks of "train", "val" or "test".
 
         n_padding: blocks without targets to add.
         """
-        whole = part == "train"
-        most = None
+        whole, most = split == "train", None
         if whole and self.max_train_tokens is not None:
             most = self.max_train_tokens // self.block_size
-        tokens = self.tokens(part)
+        tokens = self.tokens(split)
         blocks = TokenBlocks(tokens, self.block_size, whole, n_padding, most)
         if not blocks.n_blocks:
             needed = self.block_size + 1 if whole else 2
             raise ValueError(
-                f"the {part} part has {tokens.n_tokens} tokens, fewer than the {needed} of one "
+                f"the {split} split has {tokens.n_tokens} tokens, fewer than the {needed} of one "
                 f"block (block_size={self.block_size}) and what follows it: give more text, or a "
                 "smaller --data.block_size"
             )
@@ -265,7 +332,7 @@ class TextDataModule(LabelledDataModule):
     # Loaders (the rest: LabelledDataModule)
 
     def test_dataloader(self) -> DataLoader | list:
-        """The part that is reported; where there is none an empty list."""
+        """The split that is reported; where there is none an empty list."""
         return self._eval_loader("test") if self.has_split("test") else []
 
     # For records
@@ -273,12 +340,15 @@ class TextDataModule(LabelledDataModule):
     def describe(self) -> dict[str, Any]:
         """Plain facts for the record of a run; what is not known (yet) is None.
 
-        Of each part: n_documents, n_tokens (with BOS and EOS), n_words (as str.split counts them)
+        Of each split: n_documents, n_tokens (with BOS and EOS), n_words (as str.split counts them)
         and n_bytes (UTF-8, LF line ends), for perplexities per word and per byte.
         """
+        files = None
+        if "ranges" in self.__dict__:
+            files = {s: [source.name for source, _, _ in self.ranges[s]] for s in SPLITS}
         facts: dict[str, Any] = {
             "name": type(self).__name__,
-            "files": self._parts.files() if self._parts else None,
+            "files": files,
             "tokenizer": None,
             "add_bos": self.add_bos,
             "add_eos": self.add_eos,
@@ -297,9 +367,14 @@ class TextDataModule(LabelledDataModule):
                 "hash": tokenizer_hash(self._tokenizer),
             }
         counts = ("n_documents", "n_tokens", "n_words", "n_bytes")
-        for part in PARTS:
-            tokens = self._tokens.get(part)
-            facts[part] = {name: tokens.header[name] if tokens else None for name in counts}
+        for split in SPLITS:
+            tokens = self._tokens.get(split)
+            facts[split] = {name: tokens.header[name] if tokens else None for name in counts}
         if self.max_train_tokens is not None and "train" in self._tokens:
             facts["train"]["n_tokens_used"] = len(self.dataset("train")) * self.block_size
         return facts
+
+
+def _digest(value: Any) -> str:
+    """Of plain values, 32 hexadecimal digits."""
+    return blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,31 +1,33 @@
-"""Token ids on disk: tokenised once, mapped into memory, whole or not there at all."""
+"""Token ids on disk, tokenised once, and the blocks of them that a model reads."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils.data import Dataset
+from tqdm import tqdm
 
-from mmpreproj.backbones.lm.lm_tokenizer import number_of_ids
-from mmpreproj.data.text.pieces import Piece
-from mmpreproj.data.text.tokenizers import dtype_for, encode
+from mmpreproj.backbones.lm.lm_tokenizer import encode, number_of_ids
+from mmpreproj.data.text.text_pieces import Piece
 from mmpreproj.files import remove_folder, whole_folder
 
-BATCH_CHARACTERS = 1 << 21
-BATCH_PIECES = 4096
+__all__ = ["IGNORE", "TokenBlocks", "TokenFile", "tokens_of"]
+
+IGNORE = -100  # of torch's cross-entropy: nothing is to be predicted here
+BATCH_CHARACTERS, BATCH_PIECES = 1 << 21, 4096
 TOKENS = "tokens.bin"
 HEADER = "header.json"
 
 
 class TokenFile:
-    """The tokens of a part: a flat array in a file, mapped into memory where it is used.
+    """The tokens of a split: a flat array in a file, mapped into memory where it is used.
 
     A folder holds `tokens.bin`, the ids as little-endian unsigned integers and nothing else, and
     `header.json` with their dtype, the counts and what they were made from.
@@ -50,10 +52,8 @@ class TokenFile:
     def ids(self) -> np.ndarray:
         """Shape: [n_tokens], read-only."""
         if self._ids is None:  # an empty file cannot be mapped
-            if self.n_tokens:
-                self._ids = np.memmap(self.path, dtype=self.dtype, mode="r")
-            else:
-                self._ids = np.empty(0, self.dtype)
+            empty = np.empty(0, self.dtype)
+            self._ids = np.memmap(self.path, self.dtype, mode="r") if self.n_tokens else empty
         return self._ids
 
     def __getstate__(self) -> dict[str, Any]:
@@ -68,6 +68,7 @@ def tokens_of(
     eos: int | None,
     about: dict[str, Any],
     title: str = "tokens",
+    total: int | None = None,
 ) -> TokenFile:
     """The tokens in `folder`; if they are not there, `pieces` are tokenised into it.
 
@@ -77,7 +78,7 @@ def tokens_of(
     Args:
         bos, eos: ids before and after each document; None: nothing.
         about: what the tokens are made from, for a person who reads the header.
-        title: of the progress bar.
+        title, total: of the progress bar; how much is read in all.
     """
     if folder.exists():
         try:
@@ -86,7 +87,8 @@ def tokens_of(
             warnings.warn(f"{error}; it is made again", stacklevel=2)
             remove_folder(folder)
     with whole_folder(folder) as temporary:
-        header = _write(temporary / TOKENS, pieces, tokenizer, bos, eos, title)
+        with tqdm(desc=title, total=total, disable=None) as bar:  # None: where there is no terminal
+            header = _write(temporary / TOKENS, pieces, tokenizer, bos, eos, bar.update)
         (temporary / HEADER).write_text(json.dumps(header | about, indent=1))
     return TokenFile(folder)
 
@@ -97,32 +99,29 @@ def _write(
     tokenizer: Any,
     bos: int | None,
     eos: int | None,
-    title: str,
+    told: Callable[[int], Any],
 ) -> dict[str, Any]:
-    dtype = dtype_for(number_of_ids(tokenizer))
+    dtype = np.dtype("<u2" if number_of_ids(tokenizer) <= 1 << 16 else "<u4")
     counts = dict.fromkeys(("n_documents", "n_tokens", "n_words", "n_bytes"), 0)
     starts, in_word = True, False
-    with open(path, "wb") as file, _progress(title) as told:
+    with open(path, "wb") as file:
         for batch in _batches(pieces):
-            texts = [piece.text for piece in batch]
             flat: list[int] = []
-            for piece, ids in zip(batch, encode(tokenizer, texts), strict=True):
+            for piece, ids in zip(batch, encode(tokenizer, [p.text for p in batch]), strict=True):
                 if starts and bos is not None:
                     flat.append(bos)
                 flat.extend(ids)
                 if piece.ends and eos is not None:
                     flat.append(eos)
-                words = len(piece.text.split())
-                if in_word and not piece.text[:1].isspace():
-                    words -= 1  # the word was counted with the piece before
-                counts["n_words"] += words
+                counts["n_words"] += len(piece.text.split())
+                counts["n_words"] -= in_word and not piece.text[:1].isspace()  # counted before
                 counts["n_bytes"] += len(piece.text.encode())
                 counts["n_documents"] += piece.ends
                 starts = piece.ends
                 in_word = not piece.ends and not piece.text[-1:].isspace()
             counts["n_tokens"] += len(flat)
             file.write(np.array(flat, dtype=dtype).tobytes())
-            told(batch[-1].done)
+            told(sum(piece.read for piece in batch))
         file.flush()
         os.fsync(file.fileno())  # or the rename may reach the disk first
     return {"dtype": dtype.str, **counts, "bos": bos, "eos": eos}
@@ -142,17 +141,47 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-@contextmanager
-def _progress(title: str) -> Iterator[Any]:
-    """A function that takes the part done, 0 to 1; on a terminal it moves a bar."""
-    try:
-        from rich.console import Console
-        from rich.progress import Progress, TimeRemainingColumn
-    except ImportError:
-        yield lambda done: None
-        return
-    console = Console(file=sys.stderr)
-    columns = [*Progress.get_default_columns()[:-1], TimeRemainingColumn()]
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=1.0)
-        yield lambda done: bar.update(task, completed=done)
+class TokenBlocks(Dataset):
+    """A flat array of tokens in blocks of T, block i the tokens [i*T, i*T + T).
+
+    An item is {"input_ids": int64 [T], "targets": int64 [T]}, and targets[t] is the token that
+    follows input_ids[t]: they are shifted here, and by no one else.
+
+    In training the last block is left out unless it is whole. In evaluation it is filled up with
+    id 0 and targets IGNORE, so that over all blocks each token but the very first is a target
+    exactly once. Items may be asked for as epoch * N + index (see data/sampling.py).
+    """
+
+    def __init__(
+        self,
+        tokens: TokenFile,
+        block_size: int,
+        whole: bool,
+        n_padding: int = 0,
+        most: int | None = None,
+    ):
+        """
+        Args:
+            whole: leave out a last block that is not whole, as in training.
+            n_padding: blocks without targets to add at the end.
+            most: use so many blocks at most, evenly spread over all.
+        """
+        self.tokens = tokens
+        self.block_size = block_size
+        n_targets = max(tokens.n_tokens - 1, 0)
+        self.n_all = n_targets // block_size if whole else -(-n_targets // block_size)
+        self.n_blocks = self.n_all if most is None else min(most, self.n_all)
+        self.n_padding = n_padding
+
+    def __len__(self) -> int:
+        return self.n_blocks + self.n_padding
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        index %= len(self)
+        inputs = torch.zeros(self.block_size, dtype=torch.int64)
+        targets = torch.full_like(inputs, IGNORE)
+        if index < self.n_blocks:
+            start = index * self.n_all // self.n_blocks * self.block_size
+            ids = torch.from_numpy(self.tokens.ids[start:][: self.block_size + 1].astype(np.int64))
+            inputs[: len(ids) - 1], targets[: len(ids) - 1] = ids[:-1], ids[1:]
+        return {"input_ids": inputs, "targets": targets}
