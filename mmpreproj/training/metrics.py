@@ -17,12 +17,10 @@ from torchmetrics import Metric
 from mmpreproj.analysis.records import proportion
 from mmpreproj.data.targets import decode
 
-__all__ = ["EvaluationMetrics", "Sums", "class_rows", "exact", "finite", "metrics_of", "percent"]
+__all__ = ["EXACT", "EvaluationMetrics", "Sums", "class_rows", "finite", "metrics_of", "percent"]
 
-
-def exact() -> torch.dtype:
-    """The dtype of sums: not the model's, in which n would stop at 256 (bfloat16)."""
-    return torch.float32 if torch.backends.mps.is_available() else torch.float64
+# The dtype of sums: not the model's, in which n would stop at 256 (bfloat16).
+EXACT = torch.float32 if torch.backends.mps.is_available() else torch.float64
 
 
 class Sums(Metric):
@@ -35,7 +33,7 @@ class Sums(Metric):
         super().__init__()
         self.names = list(sizes)
         for name, size in sizes.items():
-            zeros = torch.zeros(size or (), dtype=exact())
+            zeros = torch.zeros(size or (), dtype=EXACT)
             self.add_state(name, zeros, dist_reduce_fx="sum")
 
     def update(self, **values: Tensor | float) -> None:
@@ -71,7 +69,7 @@ class EvaluationMetrics(Sums):
         """Shape: logits [B, C], targets int64 [B] with marks."""
         logits = logits.float()
         true, readable, counted = decode(targets)
-        losses = F.cross_entropy(logits, true, reduction="none").to(exact())
+        losses = F.cross_entropy(logits, true, reduction="none").to(EXACT)
         right = readable & (logits.argmax(1) == true)
         found = {"n": counted.sum(), "correct": right.sum(), "n_loss": readable.sum()}
         found["loss"] = losses.where(readable, 0.0).sum()

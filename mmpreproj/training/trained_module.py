@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mmpreproj.backbones import building
 from mmpreproj.data.loaders import Answers
-from mmpreproj.training.metrics import exact
+from mmpreproj.training.metrics import EXACT
 from mmpreproj.training.recipe import make_optimizer, make_schedule
 
 __all__ = ["TrainedModule", "as_plain"]
@@ -201,7 +201,7 @@ class TrainedModule(LightningModule):
     def count_loss(self, loss: Tensor, n: int, batch_idx: int) -> None:
         """Add a batch's mean loss over n items to the epoch's; show it now and then."""
         # Sums stay on the device: reading a number every step would make the host wait for it.
-        seen = loss.detach().to(exact()) * n
+        seen = loss.detach().to(EXACT) * n
         self._loss_sum = seen if self._loss_sum is None else self._loss_sum + seen
         self._loss_n += n
         if batch_idx % max(1, self.trainer.log_every_n_steps) == 0:
@@ -221,7 +221,7 @@ class TrainedModule(LightningModule):
         return max(group["lr"] for group in self.trainer.optimizers[0].param_groups)
 
     def on_train_epoch_end(self) -> None:
-        own = torch.tensor([float(self._loss_sum or 0.0), self._loss_n], dtype=exact())
+        own = torch.tensor([float(self._loss_sum or 0.0), self._loss_n], dtype=EXACT)
         total = self.trainer.strategy.reduce(own.to(self.device), reduce_op="sum").tolist()
         self._loss_sum, self._loss_n = None, 0
         n = int(total[1])
@@ -302,7 +302,7 @@ class TrainedModule(LightningModule):
         self.data_config = own.get("data_config") or self.data_config
         self.history = [dict(row) for row in own.get("history") or []]
         if own.get("loss_sum") is not None:
-            self._loss_sum = torch.tensor(own["loss_sum"], dtype=exact(), device=self.device)
+            self._loss_sum = torch.tensor(own["loss_sum"], dtype=EXACT, device=self.device)
             self._loss_n = own["loss_n"]
 
 
