@@ -7,6 +7,7 @@ from safetensors.torch import save_file
 
 import mmpreproj
 from mmpreproj.backbones import building
+from mmpreproj.training.trained_module import parameter_counts
 
 VIT, ARGS = "vit_tiny_patch16_224", {"img_size": 32, "depth": 2}
 
@@ -73,7 +74,7 @@ def test_a_frozen_model_trains_only_its_trained_parts():
 
 def test_parameter_counts_are_those_of_the_shapes():
     model = vit(preproj=mmpreproj.PreProjConfig())
-    counts = building.parameter_counts(model)
+    counts = parameter_counts(model)
     assert counts["new"] == 2 * (2 * 240 * 192 + 192 * 192)  # two blocks of width 192
     assert counts["trainable"] == counts["total"]
 

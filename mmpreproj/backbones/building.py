@@ -32,7 +32,6 @@ __all__ = [
     "freeze",
     "input_config",
     "num_frames",
-    "parameter_counts",
     "set_frozen_modes",
 ]
 
@@ -243,17 +242,6 @@ def check_image_size(model: nn.Module, used: Mapping[str, Any] | None) -> None:
             f"{wanted[0]}x{wanted[1]} only; leave data img_size out, or set model_args "
             f"img_size={height} (or dynamic_img_size=true, where the model has it)"
         )
-
-
-def parameter_counts(model: nn.Module) -> dict[str, int]:
-    """How many parameters there are in all, are trained, and were added, by the method or LoRA."""
-    new = sum(p.numel() for m in preproj_modules(model).values() for p in m.parameters())
-    new += sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
-    return {
-        "total": sum(p.numel() for p in model.parameters()),
-        "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "new": new,
-    }
 
 
 def _create(

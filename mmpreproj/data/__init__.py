@@ -1,10 +1,7 @@
 """Data modules by kind of data: images, clips, text.
 
-The kind that needs a package of its own, transformers, is imported when it is asked for; PyAV and
-decord are when a file is read.
+What one kind alone needs (PyAV, decord, transformers) is imported when a file is read.
 """
-
-from typing import TYPE_CHECKING, Any
 
 from mmpreproj.data.image import (
     AugmentConfig,
@@ -20,11 +17,9 @@ from mmpreproj.data.image import (
 )
 from mmpreproj.data.loaders import LabelledDataModule
 from mmpreproj.data.sampling import stratified_holdout
+from mmpreproj.data.text import TextDataModule
 from mmpreproj.data.video import MovingDigitsDataModule, VideoDataModule
 from mmpreproj.data.vision import VisionDataModule
-
-if TYPE_CHECKING:
-    from mmpreproj.data.text import TextDataModule
 
 __all__ = [
     "AugmentConfig",
@@ -44,11 +39,3 @@ __all__ = [
     "stratified_holdout",
     "to_channels",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "TextDataModule":
-        from mmpreproj.data.text import TextDataModule
-
-        return TextDataModule
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

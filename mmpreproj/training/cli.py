@@ -194,16 +194,9 @@ class TrainCLI(LightningCLI):
                 raise SystemExit(128 + signal.SIGTERM) from stop
             raise
         assert self.folder.folder is not None
-        finish_run(
-            self.trainer,
-            self.model,
-            self.datamodule,
-            self.folder.folder,
-            self.best,
-            self.clock,
-            self.seed,
-            self.config.run.test,
-        )
+        watched = self.folder.folder, self.best, self.clock
+        test = self.config.run.test
+        finish_run(self.trainer, self.model, self.datamodule, *watched, self.seed, test)
         return self.folder.folder
 
 
@@ -223,25 +216,17 @@ def split_arguments(args: Sequence[str]) -> tuple[list[str], str | None, bool, s
             f"train.py has no {args[0]!r}: evaluate.py RUN gives the final figures of a run, "
             "predict.py RUN FILE… the classes of pictures"
         )
-    resume, run = False, None
-    for index, word in enumerate(args):
-        if word == "--resume" or word.startswith("--resume="):
-            resume = True
-            del args[index]
-            if "=" in word:
-                run = word.partition("=")[2]
-            elif index < len(args) and not args[index].startswith("-"):
-                run = args.pop(index)
-            break
+    known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    known.add_argument("--resume", nargs="?", const="")
+    found, args = known.parse_known_args(args)
+    resume, run = found.resume is not None, found.resume or None
     if run is not None and Path(run).suffix in (".yaml", ".yml"):  # --resume CONFIG
         args, run = [run, *args], None
     if args[:1] and not args[0].startswith("-"):
         args = ["--config", *args]
-    config = next(
-        (b for a, b in zip(args, args[1:], strict=False) if a in ("--config", "-c")), None
-    )
-    config = next((a[9:] for a in args if a.startswith("--config=")), config)
-    return args, config, resume, run
+    known.add_argument("-c", "--config", action="append", default=[])
+    configs = known.parse_known_args(args)[0].config
+    return args, next(iter(configs), None), resume, run
 
 
 def find_resumed(args: Sequence[str], config: str | None, run: str | None) -> Path:

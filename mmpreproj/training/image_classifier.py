@@ -142,8 +142,8 @@ class ImageClassifier(TrainedModule):
 
     def _build(self, num_classes: int) -> None:
         h = self.hparams
-        self.check_average()
-        resumes = self.resumes()
+        # A checkpoint will be loaded over the weights: starting ones are pointless.
+        resumes = self._trainer is not None and self._trainer.ckpt_path is not None
         model = building.build_model(
             h.model,
             num_classes,
@@ -166,13 +166,7 @@ class ImageClassifier(TrainedModule):
         mixed = self.mix_config.enabled
         self.mixer = Mixer(self.mix_config, num_classes, h.label_smoothing) if mixed else None
         self.criterion = make_loss(mixed, h.label_smoothing, h.bce, h.bce_threshold)
-        self.make_metrics(num_classes)
         self.train(self.training)
-
-    def make_metrics(self, num_classes: int) -> None:
-        """Start what evaluation counts with."""
-        val, test = EvaluationMetrics(num_classes), EvaluationMetrics(num_classes, per_class=True)
-        self.splits = nn.ModuleDict({"val": val, "test": test})
 
     @property
     def num_classes(self) -> int | None:
@@ -200,14 +194,17 @@ class ImageClassifier(TrainedModule):
 
     # ---- evaluation -----------------------------------------------------------------------------
 
+    def new_metrics(self, split: str) -> nn.Module:
+        return EvaluationMetrics(self.num_classes, per_class=split == "test")
+
     def evaluate(self, batch: tuple[Tensor, Tensor], split: str) -> None:
         images, targets = batch
         if self.examples is None:
             self.examples = images[:EXAMPLES].detach().cpu()
-        self.splits[split].update(self.evaluated(images), targets)
+        self.counted.update(self.evaluated(images), targets)
 
     def figures(self, split: str) -> dict[str, Any]:
-        return self.splits[split].take()
+        return self.counted.compute()
 
     # ---- predictions ----------------------------------------------------------------------------
 

@@ -129,7 +129,6 @@ class LanguageModel(TrainedModule):
         self.strict_loading = not freeze_base  # a probe's checkpoint leaves the base out
         self.tokenizer: Any = None
         self.base_fingerprint: str | None = None
-        self.sums = Sums(nll=0, n=0)
 
     # ---- building -------------------------------------------------------------------------------
 
@@ -139,7 +138,7 @@ class LanguageModel(TrainedModule):
 
     def setup(self, stage: str) -> None:
         """Read what is to be evaluated: a fault in a file shows before training."""
-        if stage in ("fit", "test") and self.held is None:
+        if self.evaluations and stage in ("fit", "test") and self.held is None:
             self.held = read_suite(self.evaluations)
 
     def configure_model(self) -> None:
@@ -147,7 +146,6 @@ class LanguageModel(TrainedModule):
         data = self._data()
         self.check_data(data)
         if self.model is None:
-            self.check_average()
             self._build(data)
         if Answers(data).gives == self.needs:
             self._agree(data)
@@ -250,16 +248,19 @@ class LanguageModel(TrainedModule):
         self.count_loss(loss, n, batch_idx)
         return loss
 
+    def new_metrics(self, split: str) -> Sums:
+        return Sums(nll=0, n=0)
+
     def evaluate(self, batch: dict[str, Tensor], split: str) -> None:
         ids = batch["input_ids"]
         if self.examples is None:
             self.examples = ids[: EXAMPLES[0], : EXAMPLES[1]].detach().cpu()
         head = self.head if self.ema is None else lm_head_of(self.evaluated)
         nll, n = lm_loss(self.evaluated, ids, batch["targets"], head=head)
-        self.sums.update(nll=nll.double(), n=n)
+        self.counted.update(nll=nll.double(), n=n)
 
     def figures(self, split: str) -> dict[str, Any]:
-        sums = self.sums.take()
+        sums = self.counted.compute()
         nll, n = sums["nll"], int(sums["n"])
         if not n:
             return {"n": 0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import dataclasses
 from collections.abc import Iterable
@@ -87,12 +88,9 @@ def solve_rank(shapes: Iterable[tuple[int, int]], parameters: int) -> int:
             f"lora.equal_to asks for {parameters:,} parameters, but these {len(shapes)} matrices "
             f"take {cost(largest):,} at full rank; name more layers in lora.targets"
         )
-    low, high = 1, largest
-    while low < high:  # the smallest rank that reaches the number
-        middle = (low + high) // 2
-        low, high = (low, middle) if cost(middle) >= parameters else (middle + 1, high)
-    below = max(1, low - 1)
-    return low if cost(low) - parameters < parameters - cost(below) else below
+    reaching = 1 + bisect.bisect_left(range(1, largest), parameters, key=cost)
+    below = max(1, reaching - 1)
+    return reaching if cost(reaching) - parameters < parameters - cost(below) else below
 
 
 def attach_lora(model: nn.Module, config: LoraConfig) -> nn.Module:

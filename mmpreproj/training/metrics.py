@@ -44,12 +44,6 @@ class Sums(Metric):
         """Plain numbers and lists; call it on every rank."""
         return {name: getattr(self, name).tolist() for name in self.names}
 
-    def take(self) -> dict[str, Any]:
-        """What `compute` gives; the sums start again."""
-        found = self.compute()
-        self.reset()
-        return found
-
 
 class EvaluationMetrics(Sums):
     """Top-1, top-5, cross-entropy and counts of one split.

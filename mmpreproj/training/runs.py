@@ -17,11 +17,10 @@ from lightning.pytorch import LightningDataModule, Trainer
 import mmpreproj
 from mmpreproj.analysis.records import environment, peak_memory, write_json
 from mmpreproj.analysis.skip import skip_strength, write_csv
-from mmpreproj.backbones import building
 from mmpreproj.data.loaders import Answers
 from mmpreproj.messages import explain
 from mmpreproj.training.callbacks import CHECKPOINTS, BestCheckpoint, Clock, checkpoint_path
-from mmpreproj.training.trained_module import TrainedModule
+from mmpreproj.training.trained_module import TrainedModule, parameter_counts
 
 __all__ = ["evaluate", "finish_run", "load_run", "print_table"]
 
@@ -261,7 +260,7 @@ def finish_run(
         "epochs": len(history),
         "updates": updates,
         "training": training,
-        "parameters": building.parameter_counts(reported.model) if reported else None,
+        "parameters": parameter_counts(reported.model) if reported else None,
         "peak_bytes": peak_memory(),
         "skip_strength": rows,
         "environment": environment(seed, str(trainer.strategy.root_device)),

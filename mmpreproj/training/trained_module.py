@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from mmpreproj.attach import preproj_modules
 from mmpreproj.backbones import building
 from mmpreproj.data.loaders import Answers
 from mmpreproj.training.metrics import EXACT
@@ -35,7 +36,7 @@ class TrainedModule(LightningModule):
 
     A subclass keeps its settings with `keep` and sets `optimizer_config` and `schedule_config`; it
     fills `model` in configure_model and calls `start_average` there, calls `count_loss` in its
-    training step, counts what evaluation sees in `evaluate`, and gives the `figures` of it.
+    training step; evaluation counts by `new_metrics`, `evaluate` and `figures`.
     """
 
     needs: ClassVar[str] = "images"
@@ -112,27 +113,22 @@ class TrainedModule(LightningModule):
             name, fit = type(data).__name__, GOES_WITH[gives]
             raise ValueError(f"{name} goes with {fit}, not with {type(self).__name__}")
 
-    def resumes(self) -> bool:
-        """Whether a checkpoint will be loaded over the weights: starting weights are pointless."""
-        return self._trainer is not None and getattr(self._trainer, "ckpt_path", None) is not None
+    def start_average(self) -> None:
+        """Start the moving average of `model`, where one is asked for.
 
-    def check_average(self) -> None:
-        """Raises ValueError where a moving average cannot work."""
+        Raises: ValueError where it cannot work.
+        """
         decay = self.hparams.ema_decay
+        if decay is None:
+            return
         strategy = type(self._trainer.strategy).__name__ if self._trainer is not None else ""
-        if decay is not None and strategy in SHARDED:
+        if strategy in SHARDED:
             raise ValueError(
                 f"ema_decay={decay} does not work with {strategy}, which splits the weights "
                 "over processes; set ema_decay: null, or trainer.strategy: ddp"
             )
-
-    def start_average(self) -> None:
-        """Start the moving average of `model`, where one is asked for."""
-        if self.hparams.ema_decay is not None:
-            self.ema = ModelEmaV3(
-                self.model, decay=self.hparams.ema_decay, use_warmup=self.hparams.ema_warmup
-            )
-            self.ema.requires_grad_(False)
+        self.ema = ModelEmaV3(self.model, decay=decay, use_warmup=self.hparams.ema_warmup)
+        self.ema.requires_grad_(False)
 
     @property
     def evaluated(self) -> nn.Module:
@@ -188,15 +184,11 @@ class TrainedModule(LightningModule):
         self.train()
 
     def on_train_start(self) -> None:
-        rank_zero_info(self.summary())
-
-    def summary(self) -> str:
-        """One line about the model, for the start of a run."""
-        counts = building.parameter_counts(self.model)
-        parts = [f"{counts['total']:,} parameters", f"{counts['new']:,} new"]
+        counts = parameter_counts(self.model)
+        told = f"{counts['total']:,} parameters, {counts['new']:,} new"
         if counts["trainable"] != counts["total"]:
-            parts.append(f"{counts['trainable']:,} trained")
-        return f"{self.facts()['model']}: {', '.join(parts)}"
+            told += f", {counts['trainable']:,} trained"
+        rank_zero_info(f"{self.hparams.model or self.hparams.model_type}: {told}")
 
     def count_loss(self, loss: Tensor, n: int, batch_idx: int) -> None:
         """Add a batch's mean loss over n items to the epoch's; show it now and then."""
@@ -236,19 +228,29 @@ class TrainedModule(LightningModule):
 
     # ---- evaluation -----------------------------------------------------------------------------
 
-    def evaluate(self, batch: Any, split: str) -> None:
-        """Count a batch of "val" or "test"."""
+    def new_metrics(self, split: str) -> nn.Module:
+        """What the evaluation of "val" or "test" is to count with, as `counted`."""
         raise NotImplementedError
+
+    def evaluate(self, batch: Any, split: str) -> None:
+        """Count a batch."""
+        raise NotImplementedError
+
+    def figures(self, split: str) -> dict[str, Any]:
+        """What was counted, over all processes; "n" is in it."""
+        raise NotImplementedError
+
+    def on_validation_epoch_start(self) -> None:
+        self.counted = self.new_metrics("val").to(self.device)
+
+    def on_test_epoch_start(self) -> None:
+        self.counted = self.new_metrics("test").to(self.device)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.evaluate(batch, "val")
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.evaluate(batch, "test")
-
-    def figures(self, split: str) -> dict[str, Any]:
-        """What was counted of "val" or "test" over all processes, forgotten here; "n" is in it."""
-        raise NotImplementedError
 
     def on_validation_epoch_end(self) -> None:
         result = self._logged("val")
@@ -304,6 +306,17 @@ class TrainedModule(LightningModule):
         if own.get("loss_sum") is not None:
             self._loss_sum = torch.tensor(own["loss_sum"], dtype=EXACT, device=self.device)
             self._loss_n = own["loss_n"]
+
+
+def parameter_counts(model: nn.Module) -> dict[str, int]:
+    """How many parameters there are in all, are trained, and were added, by the method or LoRA."""
+    new = sum(p.numel() for m in preproj_modules(model).values() for p in m.parameters())
+    new += sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
+    return {
+        "total": sum(p.numel() for p in model.parameters()),
+        "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "new": new,
+    }
 
 
 def as_plain(value: Any) -> Any:

@@ -80,19 +80,10 @@ class VideoClassifier(ImageClassifier):
         assert self.label_sets is not None, "configure_model has not run"
         return [len(classes) for classes in self.label_sets.values()]
 
-    def make_metrics(self, num_classes: int) -> None:
+    def _build(self, num_classes: int) -> None:
+        super()._build(num_classes)
         if self.label_sets is None:  # without data: one set
             self.label_sets = {"class": self.classes or [str(i) for i in range(num_classes)]}
-
-        def of_sets(per_class: bool = False) -> nn.ModuleDict:
-            sizes = zip(self.label_sets, self.sizes, strict=True)
-            return nn.ModuleDict(
-                {f"set_{name}": EvaluationMetrics(n, per_class) for name, n in sizes}
-            )
-
-        self.splits = nn.ModuleDict({"val": of_sets(), "test": of_sets(per_class=True)})
-        self.controls = nn.ModuleDict({name: of_sets() for name in self.hparams.controls})
-        self.opposite = Sums(n=0)  # reversed clips seen the other way round
 
     # ---- steps ----------------------------------------------------------------------------------
 
@@ -122,32 +113,43 @@ class VideoClassifier(ImageClassifier):
             found.append(probability.unflatten(0, clips.shape[:2]).mean(1))
         return [(p / p.sum(1, keepdim=True)).clamp_min(1e-30).log() for p in found]
 
+    # ---- evaluation -----------------------------------------------------------------------------
+
+    def new_metrics(self, split: str) -> nn.Module:
+        def of_sets(per_class: bool) -> nn.ModuleList:
+            return nn.ModuleList(EvaluationMetrics(size, per_class) for size in self.sizes)
+
+        controls = self.hparams.controls if split == "test" else ()
+        found = {"as_is": of_sets(split == "test"), **{name: of_sets(False) for name in controls}}
+        return nn.ModuleDict(found | {"opposite": Sums(n=0)})  # reversed, and seen the other way
+
+    def on_test_epoch_start(self) -> None:
+        super().on_test_epoch_start()
+        self._tested = 0
+
     def evaluate(self, batch: tuple[Tensor, Tensor], split: str) -> None:
         clips, targets = batch
         scores = self.log_probabilities(clips)
-        self._count(scores, targets, self.splits[split])
+        self._count(scores, targets, "as_is")
         if split == "val":
             return
         if self.examples is None:
             self.examples = clips[:EXAMPLES, 0].detach().cpu()
-        for name, metrics in self.controls.items():
+        for name in self.hparams.controls:
             found = self.log_probabilities(retimed(clips, name, self._places(len(clips))))
-            self._count(found, targets, metrics)
+            self._count(found, targets, name)
             if name == "reversed":
                 self._count_opposite(scores, found, targets)
         self._tested += len(targets)
-
-    def on_test_epoch_start(self) -> None:
-        self._tested = 0
 
     def _places(self, n: int) -> list[int]:
         """Places in the test split of the batch's n videos, whatever the batches and processes."""
         world, rank = self.trainer.world_size, self.trainer.global_rank
         return [rank + world * (self._tested + i) for i in range(n)]
 
-    def _count(self, scores: list[Tensor], targets: Tensor, metrics: nn.ModuleDict) -> None:
-        for part, target, metric in zip(scores, targets.T, metrics.values(), strict=True):
-            metric.update(part, target)
+    def _count(self, scores: list[Tensor], targets: Tensor, name: str) -> None:
+        for metric, of_set, target in zip(self.counted[name], scores, targets.T, strict=True):
+            metric.update(of_set, target)
 
     def _count_opposite(self, scores: list[Tensor], back: list[Tensor], targets: Tensor) -> None:
         """How often a clip played backwards is taken for the opposite of what it is taken for."""
@@ -157,21 +159,34 @@ class VideoClassifier(ImageClassifier):
                 mapped = torch.tensor([classes.index(opposites[c]) for c in classes])
                 forward, backward = scores[place].argmax(1), back[place].argmax(1)
                 agree = mapped.to(forward.device)[forward] == backward
-                self.opposite.update(n=(agree & (targets[:, place] >= 0)).sum())
-
-    # ---- results --------------------------------------------------------------------------------
+                self.counted["opposite"].update(n=(agree & (targets[:, place] >= 0)).sum())
 
     def figures(self, split: str) -> dict[str, Any]:
-        result = _over_sets(self.splits[split])
+        result = self._over_sets("as_is")
         if split == "val":
             several = result["n"] and len(result["sets"]) > 1
             sets = result["sets"].items() if several else ()
             return result | {f"top1_{name}": found["top1"] for name, found in sets}
-        result["controls"] = {name: _over_sets(metrics) for name, metrics in self.controls.items()}
-        opposite = int(self.opposite.take()["n"])
-        if "reversed" in self.controls and Answers(self._data()).opposites:
-            result["opposite"] = opposite
+        result["controls"] = {name: self._over_sets(name) for name in self.hparams.controls}
+        if "reversed" in self.hparams.controls and Answers(self._data()).opposites:
+            result["opposite"] = int(self.counted["opposite"].compute()["n"])
         return result
+
+    def _over_sets(self, name: str) -> dict[str, Any]:
+        """The figures of each label set, and over them mean top-1 and summed loss."""
+        assert self.label_sets is not None
+        found = [metric.compute() for metric in self.counted[name]]
+        sets = dict(zip(self.label_sets, found, strict=True))
+        if not found[0]["n"]:
+            return {"n": 0, "sets": sets}
+        losses = [figures["loss"] for figures in found]
+        return {
+            "n": found[0]["n"],
+            "top1": sum(figures["top1"] for figures in found) / len(found),
+            "loss": None if None in losses else sum(losses),
+            "n_loss": found[0]["n_loss"],
+            "sets": sets,
+        }
 
     def metrics(self, result: dict[str, Any] | None) -> dict[str, Any] | None:
         """One label set: as for images. Several: their mean top-1, and each by its name."""
@@ -182,14 +197,14 @@ class VideoClassifier(ImageClassifier):
             found: dict[str, Any] = {"top1": {"value": result["top1"], "n": int(result["n"])}}
             found["loss"] = {"value": result.get("loss"), "n": int(result["n_loss"])}
             return found
-        found = {name: metrics_of(part) for name, part in sets.items()}
+        found = {name: metrics_of(figures) for name, figures in sets.items()}
         if len(found) == 1:
             found = next(iter(found.values()))
         else:
             mean = {"value": result["top1"], "n": result["n"], "of": list(found)}
             loss = {"value": result["loss"], "n": result["n_loss"]}
             found = {"top1": mean, "loss": loss, "label_sets": found}
-        controls = {name: self.metrics(part) for name, part in result.get("controls", {}).items()}
+        controls = {k: self.metrics(figures) for k, figures in result.get("controls", {}).items()}
         if "opposite" in result:
             n = next(iter(sets.values()))["n_loss"]
             controls["reversed"] |= {"opposite": proportion(result["opposite"], n)}
@@ -199,8 +214,8 @@ class VideoClassifier(ImageClassifier):
         """Rows of the only label set, or {label set: rows}."""
         sets = (self.test_result or {}).get("sets") or {}
         rows = {
-            name: class_rows(part if part["n"] else None, (self.label_sets or {}).get(name))
-            for name, part in sets.items()
+            name: class_rows(figures, (self.label_sets or {}).get(name))
+            for name, figures in sets.items()
         }
         return next(iter(rows.values())) if len(rows) == 1 else rows or None
 
@@ -244,22 +259,6 @@ class VideoClassifier(ImageClassifier):
     def data_spec(self, init: dict[str, Any]) -> dict[str, Any]:
         # The training mapping: a folder of other classes must not renumber it.
         return {**init, "label_sets": self.label_sets}
-
-
-def _over_sets(metrics: nn.ModuleDict) -> dict[str, Any]:
-    """The figures of a split: of each label set, and over them mean top-1 and summed loss."""
-    sets = {name.removeprefix("set_"): metric.take() for name, metric in metrics.items()}
-    first = next(iter(sets.values()))
-    if not first["n"]:
-        return {"n": 0, "sets": sets}
-    losses = [found["loss"] for found in sets.values()]
-    return {
-        "n": first["n"],
-        "top1": sum(found["top1"] for found in sets.values()) / len(sets),
-        "loss": None if None in losses else sum(losses),
-        "n_loss": first["n_loss"],
-        "sets": sets,
-    }
 
 
 def output_names(label_sets: Mapping[str, list[str]]) -> list[str]:
