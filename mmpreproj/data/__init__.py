@@ -18,7 +18,12 @@ from mmpreproj.data.image import (
 from mmpreproj.data.loaders import LabelledDataModule
 from mmpreproj.data.sampling import stratified_holdout
 from mmpreproj.data.text import TextDataModule
-from mmpreproj.data.video import MovingDigitsDataModule, VideoDataModule
+from mmpreproj.data.video import (
+    MovingDigits,
+    MovingDigitsDataModule,
+    VideoAugment,
+    VideoDataModule,
+)
 from mmpreproj.data.vision import VisionDataModule
 
 __all__ = [
@@ -29,10 +34,12 @@ __all__ = [
     "ImageDataModule",
     "ImageFolderDataModule",
     "LabelledDataModule",
+    "MovingDigits",
     "MovingDigitsDataModule",
     "TextDataModule",
     "TimmDataModule",
     "UnreadableImage",
+    "VideoAugment",
     "VideoDataModule",
     "VisionDataModule",
     "load_image",

@@ -208,7 +208,11 @@ def plan(targets: np.ndarray, settings: MovingDigits) -> dict[str, list[Clip]]:
 
 
 def encode(path: str | os.PathLike, frames: np.ndarray, crf: int = 12, fps: int = FPS) -> None:
-    """Writes grey frames as H.264 (YUV 4:2:0, with B-frames). One thread: equal bytes every time.
+    """Writes grey frames as H.264 (YUV 4:2:0, with B-frames).
+
+    One thread, so that equal frames give equal bytes, but not always: for frames this small what
+    x264's assembly decides can vary. Of the default's 5,316 files 35 differed between two writings,
+    by 0.1 grey levels on average.
 
     Shape: frames uint8 [T, H, W], H and W even.
     Raises: ImportError without PyAV; RuntimeError if its FFmpeg has no H.264 encoder.
