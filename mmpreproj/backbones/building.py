@@ -207,13 +207,15 @@ def check_kind(model: nn.Module, data: str, gives: str | None) -> None:
         data: the data module's name.
         gives: "images" or "clips"; None: not known.
     """
-    takes = "images" if num_frames(model) is None else "clips"
-    if gives in ("images", "clips") and gives != takes:
-        use = "VideoDataModule, or an image model"
-        if gives == "clips":
-            use = "a video model, such as video_vit_preproj_small"
-        kind = type(model).__name__
-        raise ValueError(f"{data} gives {gives}, {kind} takes {takes}: use {use}")
+    takes, kind = "images" if num_frames(model) is None else "clips", type(model).__name__
+    goes = {
+        "images": "an image model; VideoDataModule gives clips",
+        "clips": "a video model, such as video_vit_preproj_small",
+    }
+    if gives in goes and gives != takes:
+        raise ValueError(
+            f"the data give {gives}, {kind} takes {takes}: with {data} goes {goes[gives]}"
+        )
 
 
 def check_image_size(model: nn.Module, used: Mapping[str, Any] | None) -> None:
@@ -225,14 +227,10 @@ def check_image_size(model: nn.Module, used: Mapping[str, Any] | None) -> None:
     if not used or not used.get("input_size"):
         return
     _, *frames, height, width = used["input_size"]
-    own = num_frames(model)
-    if (own is None) != (not frames):
-        give, takes = ("clips", "images") if own is None else ("images", "clips")
-        raise ValueError(f"the data give {give}, {type(model).__name__} takes {takes}")
+    check_kind(model, "them", "clips" if frames else "images")
     if hasattr(model, "check_input_size"):
         model.check_input_size(*frames, height, width)
-        return
-    if own is not None and hasattr(model.patch_embed, "check"):
+    elif frames and hasattr(model.patch_embed, "check"):
         model.patch_embed.check(*frames, height, width)
     config = get_model_input_config(model)
     wanted = tuple(config["input_size"])[-2:]
@@ -349,17 +347,16 @@ def hub_source(name: str) -> dict[str, Any]:
     if name.startswith(REPOSITORIES):
         return {}
     configuration = timm.get_pretrained_cfg(name)
-    hub_id = getattr(configuration, "hf_hub_id", None)
-    if not hub_id:
-        has = getattr(configuration, "url", None) or getattr(configuration, "file", None)
-        if has:
-            return {}
+    if configuration is None or not configuration.has_weights:
         tagged = timm.list_pretrained(f"{name.split('.')[0]}*")[:5]
         hint = f"; with weights: {', '.join(tagged)}" if tagged else ""
         raise ValueError(
             f"timm has no pretrained weights for {name}{hint}; set pretrained: false, or weights: "
             "to a local file"
         )
+    hub_id = configuration.hf_hub_id
+    if not hub_id:
+        return {}
     from huggingface_hub import try_to_load_from_cache
 
     for filename in WEIGHTS_FILES:

@@ -12,6 +12,7 @@ identity.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -158,11 +159,11 @@ def rope_vit_cfgs(name: str, sizes: Iterable[str], **changed: Any) -> dict[str, 
 
 def create_rope_vit(
     model_class: type[nn.Module],
+    filter_fn: Callable[..., Any],
+    with_a_file: str,
     variant: str,
     pretrained: bool,
     keywords: dict[str, Any],
-    filter_fn: Callable[..., Any],
-    with_a_file: str,
 ) -> nn.Module:
     """A model of the registry: NAME_SIZE, with other keywords where they are given.
 
@@ -181,7 +182,7 @@ def create_rope_vit(
             f"{variant} has no pretrained weights: timm's RoPE models start at small. Use "
             f"pretrained=False, or {variant.replace('tiny', 'small')} and above"
         )
-    arguments = {**SIZES[size], **keywords}
+    arguments = {**ROPE_VIT, **SIZES[size], **keywords}
     try:
         return build_model_with_cfg(
             model_class,
@@ -203,12 +204,12 @@ def create_rope_vit(
 default_cfgs = rope_vit_cfgs("vit_preproj", SIZES)
 
 
-def _create(variant: str, pretrained: bool, keywords: dict[str, Any]) -> nn.Module:
-    file = "pretrained=True, pretrained_cfg_overlay={'file': 'model.safetensors'}"
-    keywords = {**ROPE_VIT, **keywords}
-    return create_rope_vit(
-        PreProjVisionTransformer, variant, pretrained, keywords, checkpoint_filter_fn, file
-    )
+_create = functools.partial(
+    create_rope_vit,
+    PreProjVisionTransformer,
+    checkpoint_filter_fn,
+    "pretrained=True, pretrained_cfg_overlay={'file': 'model.safetensors'}",
+)
 
 
 @register_model

@@ -121,7 +121,8 @@ class HFClassifier(nn.Module):
     def check_input_size(self, *size: int) -> None:
         """Raises ValueError if the model does not take (height, width), or (frames, height, width)
         where it takes clips."""
-        self.shape.check(self.config.model_type, size)
+        frames, *image = (None, *size)[-3:]
+        self.shape.check(f"this {self.config.model_type}", frames, image, self.shape.size)
 
     def forward(self, x: Tensor) -> Tensor:
         video = self.num_frames is not None

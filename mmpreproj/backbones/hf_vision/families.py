@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
@@ -71,7 +71,6 @@ class InputShape:
     frames: int | None
     patch: tuple[int, int]
     tubelet: int
-    oblong: bool
     other_sizes: bool
     other_frames: bool
 
@@ -91,49 +90,34 @@ class InputShape:
             frames=first("num_frames", "frames_per_clip") if family.video else None,
             patch=to_2tuple(patch),
             tubelet=tubelet,
-            oblong=family.oblong,
             other_sizes=family.other_sizes,
             # The layers of divided attention count with the configuration's number.
             other_frames=family.other_frames
             or getattr(vision, "attention_type", None) == "joint_space_time",
         )
 
-    def check_built(self, name: str, resized: bool) -> None:
-        """Raises ValueError if no model can be built for these sizes.
-
-        Args:
-            resized: the size is not the checkpoint's own. Some published ones do not divide into
-                patches (SigLIP's 384 px by 14): their last pixels are not seen.
-        """
-        height, width = self.size
-        if height != width and not self.oblong:
-            raise ValueError(f"hf:{name} takes square images only, found {height}x{width} px")
-        self._check_divides(f"hf:{name}", self.frames, self.size if resized else self.patch)
-
-    def check(self, kind: str, size: tuple[int, ...]) -> None:
-        """Raises ValueError if (height, width), or (frames, height, width), is not for the model.
+    def check(self, name: str, frames: int | None, size: Sequence[int], own: Sequence[int]) -> None:
+        """Raises ValueError if frames (of clips) of size (height, width) are not for the model.
 
         What would not divide is refused: the patch embedding drops the rest without a word.
+
+        Args:
+            own: the size that is taken as it is, a checkpoint's own: some published ones do not
+                divide into patches (SigLIP's 384 px by 14), and their last pixels are not seen.
         """
-        *clip, height, width = size
-        frames = clip[0] if clip else None
+        (height, width), (rows, columns) = size, self.patch
         if frames != self.frames and not self.other_frames:
             raise ValueError(
-                f"this {kind} takes clips of {self.frames} frames, found {frames}; give it those, "
-                f"or build it with model_args num_frames={frames}"
+                f"{name} takes clips of {self.frames} frames, found {frames}; give it those, or "
+                f"build it with model_args num_frames={frames}"
             )
         if (height, width) != self.size and not self.other_sizes:
             raise ValueError(
-                f"this {kind} takes {self.size[0]}x{self.size[1]} px, found {height}x{width} px; "
-                "give it those, or build it with another image_size in model_args"
+                f"{name} takes {self.size[0]}x{self.size[1]} px, found {height}x{width} px; give "
+                "it those, or build it with another image_size in model_args"
             )
-        # Its own size is taken as it is.
-        resized = (height, width) != self.size
-        self._check_divides(f"this {kind}", frames, (height, width) if resized else self.patch)
-
-    def _check_divides(self, name: str, frames: int | None, size: tuple[int, int]) -> None:
-        (height, width), (rows, columns) = size, self.patch
-        if height < 1 or width < 1 or height % rows or width % columns:
+        divides = min(size) > 0 and not (height % rows or width % columns)
+        if not divides and (height, width) != tuple(own):
             raise ValueError(
                 f"{name} takes patches of {rows}x{columns} px, found {height}x{width} px, which do "
                 "not divide"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import re
 import types
@@ -120,7 +121,7 @@ def configured(config: Any, model_args: Mapping[str, Any], name: str) -> Any:
         if names[0] in changed:
             raise ValueError(f"model_args gives {names[0]} twice, once as {given}")
         changed[names[0]] = value
-    before = InputShape.of(config)
+    own = InputShape.of(config).size
     try:
         new = type(vision).from_dict({**vision.to_dict(), **changed})
     except Exception as error:  # the strict dataclass's own
@@ -129,8 +130,11 @@ def configured(config: Any, model_args: Mapping[str, Any], name: str) -> Any:
         config = new
     else:
         config.vision_config = new
-    after = InputShape.of(config)
-    after.check_built(name, resized=after.size != before.size)
+    shape = InputShape.of(config)
+    height, width = shape.size
+    if height != width and not FAMILIES[config.model_type].oblong:
+        raise ValueError(f"hf:{name} takes square images only, found {height}x{width} px")
+    shape.check(f"hf:{name}", shape.frames, shape.size, own)
     if getattr(new, "attention_type", None) == "space_only":
         raise ValueError(
             f"hf:{name}: attention_type space_only gives logits for each frame, none for the clip; "
@@ -202,18 +206,16 @@ def _check_loaded(model: nn.Module, told: Mapping[str, Any], name: str) -> None:
             missing -= own
             shapes = {key: pair for key, pair in shapes.items() if key not in own}
     if missing or shapes:
-        key = min(shapes, default="")
-        other = (
-            f", {len(shapes)} have another shape, such as {key!r} ({shapes[key][0]} in the file, "
-            f"{shapes[key][1]} in the model; tables of positions are not resized: leave image_size "
-            "and num_frames as in its config.json)"
-            if shapes
-            else ""
-        )
-        raise ValueError(
-            f"the weights of hf:{name} do not make up the model: {len(missing)} tensors are "
-            f"missing{f', such as {min(missing)!r}' if missing else ''}{other}"
-        )
+        what = f"{len(missing)} tensors are missing"
+        if missing:
+            what += f", such as {min(missing)!r}"
+        for key in sorted(shapes)[:1]:
+            what += (
+                f", {len(shapes)} have another shape, such as {key!r} ({shapes[key][0]} in the "
+                f"file, {shapes[key][1]} in the model; tables of positions are not resized: leave "
+                "image_size and num_frames as in its config.json)"
+            )
+        raise ValueError(f"the weights of hf:{name} do not make up the model: {what}")
     _logger.info(
         "hf:%s: fresh are %s; %d tensors of the file are not used%s",
         *(name, ", ".join(fresh) or "none", len(unexpected)),
@@ -223,16 +225,10 @@ def _check_loaded(model: nn.Module, told: Mapping[str, Any], name: str) -> None:
 
 def preprocessing(source: Source, video: bool) -> dict[str, Any]:
     """What the source's preprocessing file tells, as `input_of` does; {} where it has none."""
-    if video:
-        from transformers.models.auto.video_processing_auto import (
-            get_video_processor_config as read,
-        )
-    else:
-        from transformers.models.auto.image_processing_auto import (
-            get_image_processor_config as read,
-        )
+    kind = "video" if video else "image"
+    auto = importlib.import_module(f"transformers.models.auto.{kind}_processing_auto")
     try:
-        settings = read(source.place)
+        settings = getattr(auto, f"get_{kind}_processor_config")(source.place)
     except OSError as error:
         raise ValueError(
             f"the preprocessing file of hf:{source.name} cannot be read: {error}"

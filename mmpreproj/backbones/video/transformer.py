@@ -11,6 +11,7 @@ those image models can be taken over: `image_weights=` a file, `pretrained=True`
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -282,11 +283,12 @@ def _check_pool(global_pool: str, class_token: bool) -> None:
 default_cfgs = rope_vit_cfgs("video_vit_preproj", ("tiny", "small", "base"), fixed_input_size=False)
 
 
-def _create(variant: str, pretrained: bool, keywords: dict[str, Any]) -> nn.Module:
-    file = "image_weights='model.safetensors'"
-    return create_rope_vit(
-        PreProjVideoTransformer, variant, pretrained, keywords, inflate_filter_fn, file
-    )
+_create = functools.partial(
+    create_rope_vit,
+    PreProjVideoTransformer,
+    inflate_filter_fn,
+    "image_weights='model.safetensors'",
+)
 
 
 @register_model
