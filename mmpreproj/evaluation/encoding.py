@@ -221,12 +221,10 @@ def max_length_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
     2048."""
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
-    for name in _LENGTHS:
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    value = getattr(tokenizer, "model_max_length", None)
-    return int(value) if value is not None and 0 < value < _NO_LIMIT else DEFAULT_LENGTH
+    lengths = [getattr(config, name, None) for name in _LENGTHS]
+    lengths.append(getattr(tokenizer, "model_max_length", None))
+    known = (n for n in lengths if isinstance(n, int | float) and 0 < n < _NO_LIMIT)
+    return int(next(known, DEFAULT_LENGTH))
 
 
 def _prefix(tokenizer: PreTrainedTokenizerBase, add_bos: bool | None) -> list[int]:
@@ -279,15 +277,16 @@ def continue_text(
         raise ValueError(
             f"the prompt's {n} tokens and {tokens} new ones do not fit the model's {room}"
         )
-    settings: dict[str, Any] = {
+    settings = {
         "attention_mask": torch.ones_like(ids),
         "do_sample": seed is not None,
         "max_new_tokens": tokens,
         "pad_token_id": tokenizer.pad_token_id or 0,
+        **generation,
     }
     forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with evaluating(model), forked:
         if seed is not None:
             torch.manual_seed(seed)
-        out = model.generate(input_ids=ids, **{**settings, **generation})
+        out = model.generate(input_ids=ids, **settings)
     return tokenizer.decode(out[0], skip_special_tokens=True)

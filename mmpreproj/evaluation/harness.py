@@ -84,8 +84,7 @@ class MMPreProjLM(HFLM):
             raise ValueError("model= needs its tokenizer beside it")
         if device is not None:
             model.to(device)
-        by_tokens = batch_size is None or str(batch_size).startswith("auto")
-        rows = None if by_tokens else int(batch_size)
+        rows = None if batch_size is None or str(batch_size).startswith("auto") else int(batch_size)
         self.scorer = Scorer(
             model, tokenizer, max_length=max_length, add_bos=add_bos_token, batch_size=rows
         )

@@ -151,7 +151,13 @@ class Scorer:
                 scored = self._scored(*run(batch), members)
                 for request, (logprob, greedy) in zip(members, scored, strict=True):
                     if math.isnan(logprob):
-                        raise ValueError(self._not_finite(requests.index(request), request))
+                        text = self.tokenizer.decode(request.ids[-request.n_scored :])[:60]
+                        raise ValueError(
+                            f"request {requests.index(request)}: the log-likelihood of {text!r} is "
+                            "NaN, as the model's logits are not finite. Its weights have diverged, "
+                            f"or its activations overflow in {self.head.weight.dtype}: use an "
+                            "earlier checkpoint, or float32"
+                        )
                     found[id(request)] = Score(logprob, greedy, request.n_scored, request.n_cut)
                 bar.update(len(members))
         return [found[id(request)] for request in requests]
@@ -312,14 +318,6 @@ class Scorer:
         lengths = [request.n_scored for request in requests]
         for values, flags in zip(logprob.split(lengths), greedy.split(lengths), strict=True):
             yield values.sum().item(), bool(flags.all())
-
-    def _not_finite(self, index: int, request: Request) -> str:
-        text = self.tokenizer.decode(request.ids[-request.n_scored :])
-        return (
-            f"request {index}: the log-likelihood of {text[:60]!r} is NaN, as the model's logits "
-            "are not finite. Its weights have diverged, or its activations overflow in "
-            f"{self.head.weight.dtype}: use an earlier checkpoint, or float32"
-        )
 
     def describe(self) -> dict[str, Any]:
         """How it scores, as results hold it: plain values.

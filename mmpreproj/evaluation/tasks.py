@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["EvaluationConfig", "choices", "lambada", "perplexity", "perplexity_ratio"]
-__all__ += ["read_suite", "run_suite", "task_line"]
+__all__ += ["mean_exp", "read_suite", "run_suite", "task_line"]
 
 TASKS = ("lambada", "choices", "perplexity")
 Unit = Literal["token", "word", "byte"]
@@ -73,7 +73,7 @@ def lambada(
         "variant": variant,
         "accuracy": _accuracy(sum(score.greedy for score in scores), len(scores), rule),
         "perplexity": {
-            "value": _exp(nll / len(scores)),
+            "value": mean_exp(nll, len(scores)),
             "nll_sum": nll,
             "n": len(scores),
             "rule": "exp of the mean negative log-likelihood of a last word",
@@ -180,7 +180,7 @@ def perplexity(
         "task": "perplexity",
         "nll_sum": nll,
         **{
-            f"{unit}_perplexity": {"value": _exp(nll / n) if n else None, "unit": unit, "n": n}
+            f"{unit}_perplexity": {"value": mean_exp(nll, n) if n else None, "unit": unit, "n": n}
             for unit, n in counts.items()
         },
         "n_texts": len(texts),
@@ -219,7 +219,7 @@ def perplexity_ratio(a: dict[str, Any], b: dict[str, Any], unit: Unit = "byte") 
     if not n:
         raise ValueError(f"the text has no {unit}s that count")
     # not of the two values: a perplexity may be more than a float can hold
-    ratio = _exp((a["nll_sum"] - b["nll_sum"]) / n)
+    ratio = mean_exp(a["nll_sum"] - b["nll_sum"], n)
     return math.inf if ratio is None else ratio
 
 
@@ -370,6 +370,6 @@ def _accuracy(correct: int, n: int, rule: str) -> dict[str, Any]:
     return {"value": correct / n, "correct": correct, "n": n, "rule": rule}
 
 
-def _exp(value: float) -> float | None:
-    """exp, or None where no float can hold it."""
-    return math.exp(value) if value < math.log(sys.float_info.max) else None
+def mean_exp(total: float, n: int) -> float | None:
+    """exp(total / n), or None where no float can hold it."""
+    return math.exp(total / n) if total / n < math.log(sys.float_info.max) else None

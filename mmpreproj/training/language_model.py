@@ -6,7 +6,6 @@ the scored positions alone (mmpreproj.evaluation).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from mmpreproj.backbones.lm.lm_tokenizer import (
 from mmpreproj.backbones.modes import set_checkpointing, train_blocks
 from mmpreproj.data.loaders import Answers
 from mmpreproj.evaluation.encoding import continue_text
-from mmpreproj.evaluation.tasks import EvaluationConfig, read_suite, run_suite, task_line
+from mmpreproj.evaluation.tasks import EvaluationConfig, mean_exp, read_suite, run_suite, task_line
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.saving import fingerprint
 from mmpreproj.training.lm_loss import lm_loss
@@ -350,14 +349,10 @@ class LanguageModel(TrainedModule):
         n, loss = int(result["n"]), result["loss"]
         nll = result.get("nll", loss * n)
         counts = {"token": n, "word": result.get("words"), "byte": result.get("bytes")}
-
-        def perplexity(count: int) -> float | None:
-            return math.exp(nll / count) if nll / count < 700 else None
-
         return {
             "loss": {"value": finite(loss), "n": n},
             "perplexity": {
-                unit: {"value": perplexity(count), "n": int(count)} if count else None
+                unit: {"value": mean_exp(nll, count), "n": int(count)} if count else None
                 for unit, count in counts.items()
             },
             "tasks": result.get("tasks") or {},
