@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, Dataset
 
-from mmpreproj.data.sampling import EpochSampler, run_seed
+from mmpreproj.data.loaders import EpochSampler, run_seed
 from mmpreproj.training import ImageClassifier
 
 TOOLS = Path(__file__).parents[1] / "tools"

@@ -15,8 +15,7 @@ from mmpreproj.data.image import (
     load_image,
     to_channels,
 )
-from mmpreproj.data.loaders import LabelledDataModule
-from mmpreproj.data.sampling import stratified_holdout
+from mmpreproj.data.loaders import LabelledDataModule, stratified_holdout
 from mmpreproj.data.text import TextDataModule
 from mmpreproj.data.video import (
     MovingDigits,

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from mmpreproj.data.sampling import seeded
+from mmpreproj.data.loaders import seeded
 from mmpreproj.data.targets import PADDING, unreadable
 
 __all__ = ["EvalFiles", "FileList", "FolderSource", "LabelledFiles", "OnBad", "Source"]
@@ -255,7 +255,7 @@ class LabelledFiles(Dataset):
 class TrainFiles(LabelledFiles):
     """For training: an unreadable file is replaced by another.
 
-    Indices may carry the epoch (see sampling.py). The random numbers of an item follow from (seed,
+    Indices may carry the epoch (see loaders.py). The random numbers of an item follow from (seed,
     epoch, index) alone, and another file is drawn in place of an unreadable one. Given a rank, the
     numbers of a batch are one stream instead, which follows from (seed, rank, epoch, first index of
     the batch), so that small pictures are not seeded one by one; the next readable file takes the

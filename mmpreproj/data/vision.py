@@ -14,8 +14,7 @@ import torch
 from timm.data.random_erasing import RandomErasing
 
 from mmpreproj.data.labelled_files import EvalFiles, LabelledFiles, OnBad, Source, TrainFiles
-from mmpreproj.data.loaders import LabelledDataModule
-from mmpreproj.data.sampling import run_seed, stratified_holdout
+from mmpreproj.data.loaders import LabelledDataModule, run_seed, stratified_holdout
 from mmpreproj.messages import listed
 
 __all__ = ["VisionDataModule", "check_channels", "erase", "normalize", "resolve_data_config"]
@@ -119,7 +118,7 @@ class VisionDataModule(LabelledDataModule):
 
     def _whole(self, source: Source, split: str) -> tuple[Source, np.ndarray, np.ndarray]:
         targets = adopt(source, self.label_sets, split, self.items, self._numbers_count)
-        return source, np.arange(len(source)), targets
+        return source, np.arange(len(targets)), targets
 
     def _sources(self) -> dict[str, Source]:
         """Those that must not be shared: all but a part held out of training."""
@@ -249,7 +248,7 @@ def adopt(
         numbers_count: where a source has class numbers, they are positions in `label_sets`.
     Raises: ValueError for other label sets, classes that training does not know, or no items.
     """
-    if not len(source):
+    if not len(source.targets):
         raise ValueError(f"{source.origin}: the {split} split has no {items}")
     if list(source.label_sets) != list(label_sets):
         raise ValueError(

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from mmpreproj.data.image.image_files import to_channels
 from mmpreproj.data.image.image_module import ImageDataModule
 from mmpreproj.data.labelled_files import Source
-from mmpreproj.data.sampling import run_seed, seeded, stratified_holdout
+from mmpreproj.data.loaders import run_seed, seeded, stratified_holdout
 from mmpreproj.data.targets import PADDING
 from mmpreproj.messages import need
 
@@ -38,6 +38,9 @@ class DigitsSource(Source):
         self.pixels = pixels[self.numbers]
         classes = {"class": [str(digit) for digit in range(10)]}
         super().__init__(f"the digits to {split}", classes, digits[self.numbers][:, None])
+
+    def place(self) -> str:
+        return self.origin
 
 
 @dataclasses.dataclass
@@ -103,7 +106,7 @@ class Digits(Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        epoch, first = divmod(indices[0], len(self))  # see sampling.py
+        epoch, first = divmod(indices[0], len(self))  # see loaders.py
         chosen = torch.tensor(indices) % len(self)
         channels, *size = self.config["input_size"]
         if self.augment is None:

@@ -17,7 +17,7 @@ from mmpreproj.data.image.image_files import (
     train_transform,
 )
 from mmpreproj.data.labelled_files import FolderSource, OnBad, class_folders
-from mmpreproj.data.sampling import RepeatedAugmentation, run_seed
+from mmpreproj.data.loaders import RepeatedAugmentation, run_seed
 from mmpreproj.data.vision import VisionDataModule
 
 __all__ = ["ImageDataModule", "ImageFilesDataModule", "ImageFolderDataModule"]

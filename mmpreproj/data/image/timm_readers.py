@@ -18,7 +18,7 @@ from torchvision.datasets import DatasetFolder
 from mmpreproj.data.image.image_files import UnreadableImage, to_channels
 from mmpreproj.data.image.image_module import ImageFilesDataModule
 from mmpreproj.data.labelled_files import Source
-from mmpreproj.data.sampling import run_seed
+from mmpreproj.data.loaders import run_seed
 from mmpreproj.messages import listed
 
 __all__ = ["TimmDataModule"]

@@ -149,7 +149,7 @@ class TokenBlocks(Dataset):
 
     In training the last block is left out unless it is whole. In evaluation it is filled up with
     id 0 and targets IGNORE, so that over all blocks each token but the very first is a target
-    exactly once. Items may be asked for as epoch * N + index (see data/sampling.py).
+    exactly once. Items may be asked for as epoch * N + index (see data/loaders.py).
     """
 
     def __init__(

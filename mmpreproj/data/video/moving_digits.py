@@ -32,7 +32,7 @@ import torch
 from tqdm import tqdm
 
 from mmpreproj.data.image.digits import N_TEST, SIDE, load_digits, resample
-from mmpreproj.data.sampling import stratified_holdout
+from mmpreproj.data.loaders import stratified_holdout
 from mmpreproj.data.video.clips import VideoAugment
 from mmpreproj.data.video.video_module import VideoDataModule
 from mmpreproj.files import cache_folder, whole_folder
