@@ -8,12 +8,15 @@ A warning is an error; so is a file without `__all__`, and a public class or fun
 import importlib
 import inspect
 import pkgutil
+import shutil
 import warnings
 from pathlib import Path
 
 import pdoc
 
 import mmpreproj
+
+API = Path(__file__).parents[1] / "build" / "api"
 
 
 def main() -> None:
@@ -32,7 +35,8 @@ def main() -> None:
     # What a class inherits is annotated with names that the parent's module has.
     warnings.filterwarnings("ignore", "Error parsing type annotation")
     pdoc.render.configure(docformat="google", show_source=False)
-    pdoc.pdoc("mmpreproj", output_directory=Path("build/api"))
+    shutil.rmtree(API, ignore_errors=True)
+    pdoc.pdoc("mmpreproj", output_directory=API)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,8 @@ class JsonLines(Table):
 
 
 class ParquetFile(Table):
+    """A parquet file, read in batches of rows."""
+
     def __init__(self, path: str):
         self.name = path
         try:
