@@ -70,14 +70,20 @@ def run(name: str, numbers: Sequence[int], seed: int, folder: Path, loud: bool) 
         work = partial(_work, KINDS[name], sound, left, f"{seed} {name}", writing, loud)
         child = _fork(work, folder, loud)
         os.close(writing)
-        with os.fdopen(reading, "rb", buffering=0) as pipe:
-            while select.select([pipe], [], [], SECONDS)[0] and (line := pipe.readline()):
-                yield json.loads(line)
-                left.pop(0)
-            hangs = bool(left) and not select.select([pipe], [], [], 0)[0]
-        if hangs:
-            os.kill(child, signal.SIGKILL)
-        status = _wait(child)
+        hangs = True
+        try:
+            with os.fdopen(reading, "rb", buffering=0) as pipe:
+                while select.select([pipe], [], [], SECONDS)[0]:
+                    line = pipe.readline()
+                    if not line:
+                        hangs = False
+                        break
+                    yield json.loads(line)
+                    left.pop(0)
+        finally:
+            if hangs:
+                os.kill(child, signal.SIGKILL)
+            status = _wait(child)
         if left:  # it ended over this one
             outcome, told = ("hang", "") if hangs else ("crash", f"status {status}")
             yield {"mutant": left.pop(0), "outcome": outcome, "message": told, "seconds": SECONDS}
@@ -210,9 +216,7 @@ def _memory(key: str) -> int:
 # The record
 
 
-def fuzz(
-    names: Sequence[str], mutants: int, seed: int, out: Path | None, keep: Path | None
-) -> dict:
+def fuzz(names: Sequence[str], mutants: int, seed: int, out: Path | None) -> dict:
     """The record of all kinds; what `out` holds of them already is not done again."""
     about = {"seed": seed, "mutants": mutants, "seconds": SECONDS, "mib": MEMORY >> 20}
     about["versions"] = {package: version(package) for package in PACKAGES}
@@ -228,9 +232,6 @@ def fuzz(
             for found in run(name, numbers, seed, Path(folder), loud=False) if numbers else ():
                 again = f"python tools/fuzz.py --kinds {name} --seed {seed} --only "
                 _count(row, found, again + str(found["mutant"]))
-                if keep is not None and found["outcome"] not in GOOD:
-                    kept = keep / f"{name}-{found['mutant']}"
-                    shutil.copytree(Path(folder, "mutant"), kept, dirs_exist_ok=True)
                 if out is not None and (row["mutants"] % 50 == 0 or row["mutants"] == numbers.stop):
                     write_whole(out, json.dumps(record, indent=1) + "\n")
         good = [row["outcomes"].get(outcome, 0) for outcome in GOOD]
@@ -264,7 +265,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, metavar="NUMBER", help="one mutant, loudly")
     parser.add_argument("--out", type=Path, metavar="JSON", help="the record")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for files that failed")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for the file of --only")
     known = parser.parse_args(args)
     if known.only is not None:
         for name in known.kinds:
@@ -274,7 +275,7 @@ def main(args: Sequence[str] | None = None) -> int:
                 if known.keep is not None:
                     shutil.copytree(Path(folder, "mutant"), known.keep / name, dirs_exist_ok=True)
         return 0
-    record = fuzz(known.kinds, known.mutants, known.seed, known.out, known.keep)
+    record = fuzz(known.kinds, known.mutants, known.seed, known.out)
     failing = [(n, f) for n in known.kinds for f in record["kinds"][n].get("failing", ())]
     causes = collections.Counter(
         " ".join(filter(None, (n, f["outcome"], f.get("error"), f.get("where"))))
