@@ -26,7 +26,7 @@ from fuzzing import mutations as m
 from fuzzing import sound
 
 import mmpreproj
-from mmpreproj.backbones.text import load_language_model
+from mmpreproj.backbones.lm import load_language_model
 from mmpreproj.data import TextDataModule, VideoDataModule, load_image
 from mmpreproj.data.video import UnreadableVideo, probe, read_frames
 from mmpreproj.evaluation import read_choices, read_lambada
