@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,26 @@ import socket
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+
+def parse_json(content: str | bytes, place: str | os.PathLike[str]) -> Any:
+    """What JSON holds; `place` is what to call it.
+
+    Raises:
+        ValueError: naming `place`, for what is not JSON in UTF-8, or is nested too deeply.
+    """
+    try:
+        return json.loads(content.decode() if isinstance(content, bytes) else content)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{place} is not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start} "
+            f"({error.reason})"
+        ) from error
+    except RecursionError as error:
+        raise ValueError(f"{place} is not read: its JSON is nested too deeply") from error
+    except ValueError as error:  # an integer of thousands of digits is one, too
+        raise ValueError(f"{place} is not JSON: {error}") from error
 
 __all__ = ["cache_folder", "remove_folder", "whole_folder", "write_whole"]
 

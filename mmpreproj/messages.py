@@ -1,12 +1,15 @@
-"""What errors say: names that were nearly given, lists of any length, packages that are missing,
-settings that a parser refuses."""
+"""What errors say: names that were nearly given, lists and values of any length, the file that is
+meant, packages that are missing, settings that a parser refuses."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
+import os
 import re
-from collections.abc import Iterable
+import reprlib
+from collections.abc import Iterable, Iterator
 from types import ModuleType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
@@ -29,9 +32,41 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def listed(names: Iterable[object], most: int = 10) -> str:
     """Names for a message, the first of them where there are many: "a, b, … (12 in all)"."""
-    names = [str(name) for name in names]
+    names = [_cut(str(name), 200) for name in names]
     shown = ", ".join(names[:most])
     return f"{shown}, … ({len(names)} in all)" if len(names) > most else shown
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
+
+
+def short(value: object) -> str:
+    """`repr` of a value that a file holds, with its middle left out where it is long."""
+    return _SHORT.repr(value)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+@contextlib.contextmanager
+def about(place: str | os.PathLike[str], what: str = "cannot be read") -> Iterator[None]:
+    """Errors inside name the file: "PLACE cannot be read: …", where they do not do so already.
+
+    For files that may hold anything, and readers that then raise anything: what is no ValueError
+    becomes one, with its type in front.
+    """
+    try:
+        yield
+    except (ImportError, MemoryError):  # they say something about this machine, not about the file
+        raise
+    except Exception as error:
+        said = str(error)
+        if os.fspath(place) in said and isinstance(error, (ValueError, OSError)):
+            raise
+        reason = said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"
+        raise ValueError(f"{place} {what}: {_cut(reason, 2000)}") from error
 
 
 def need(module: str, what: str, extra: str) -> ModuleType:

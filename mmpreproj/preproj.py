@@ -20,15 +20,16 @@ for bit, and gradients still flow: W_down and W_skip move first, then W_up.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from mmpreproj.messages import did_you_mean, short
 
 __all__ = ["PreProj", "PreProjConfig"]
 
@@ -84,10 +85,15 @@ class PreProjConfig:
             ("skip_rank", rank is None or (type(rank) is int and rank > 0), "1 or above, or None"),
             ("layers", self.layers is None or (self.layers and whole), "block numbers, or None"),
             ("dtype", self.dtype is None or _is_float(self.dtype), "a floating-point torch dtype"),
-            ("attention", attention is None or "*" in attention, "a path with a * for the block"),
+            (
+                "attention",
+                attention is None or _has_star(attention),
+                "a path with a * for the block",
+            ),
+            ("join", self.join is None or isinstance(self.join, str), "a path, or None"),
         ):
             if not holds:
-                raise ValueError(f"{name} must be {what}, found {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be {what}, found {short(getattr(self, name))}")
         if rank is not None and not self.content_skip:
             raise ValueError(f"skip_rank={rank} needs content_skip=True")
         if self.join is not None and attention is None:
@@ -109,14 +115,18 @@ class PreProjConfig:
         """The inverse of `to_dict`. Raises ValueError on a field that does not exist."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in set(fields) - set(known):
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; it has {known}"
-            raise ValueError(f"PreProjConfig has no field {name!r}{hint}")
+            hint = did_you_mean(str(name), known) or f"; it has {', '.join(known)}"
+            raise ValueError(f"PreProjConfig has no field {short(name)}{hint}")
         return cls(**fields)
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    # compared, as math.isfinite cannot take an integer above all floats
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+
+
+def _has_star(path: Any) -> bool:
+    return isinstance(path, str) and "*" in path
 
 
 def _is_float(name: Any) -> bool:

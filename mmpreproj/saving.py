@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmpreproj.attach import (
+    Attachment,
     attach,
     attachment_of,
     detach,
@@ -24,7 +25,8 @@ from mmpreproj.attach import (
     preproj_modules,
     refuse_compiled,
 )
-from mmpreproj.files import write_whole
+from mmpreproj.files import parse_json, write_whole
+from mmpreproj.messages import about, listed, short
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.sites import find_sites
 
@@ -92,24 +94,32 @@ def load(
 
     Raises:
         FileNotFoundError: if the folder lacks a file.
-        ValueError: with what was found and what was expected, and the model as it was, if the
-            architecture or the weights of the base differ, another config is attached, or a tensor
-            is missing, unknown or of another shape.
+        ValueError: with what was found and what was expected, and the model as it was, if a file
+            cannot be read, the architecture or the weights of the base differ, another config is
+            attached, or a tensor is missing, unknown, of another shape, or of values that are not
+            finite numbers.
     """
-    described, tensors = _read(Path(path))
-    config = PreProjConfig.from_dict(described["config"])
-    attached = attachment_of(model).config
-    if attached is not None and attached != config:
-        raise ValueError(f"{path} was saved with {config}, but the model carries {attached}")
-    if attached is None:
-        attach(model, config)
+    refuse_compiled(model)
+    described, config, tensors = _read(Path(path))
+    before = attachment_of(model)
+    if before.config is not None and before.config != config:
+        raise ValueError(f"{path} was saved with {config}, but the model carries {before.config}")
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    if before.config is None:
+        _check_expansion(config, tensors, path)
+        with about(path, "does not fit this model"):
+            attach(model, config)
     try:
         _check_base(model, config, described["base"], allow_other_base, described["also"], path)
         targets = _stored(model, described["also"])
         _check_tensors(targets, tensors, path)
-    except ValueError:
-        if attached is None:
-            detach(model)
+    except BaseException:
+        if before.config is None:
+            detach(model)  # which undoes freeze_base, too
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(trained[name])
+            if before != Attachment():
+                model.preproj_attachment = before
         raise
     with torch.no_grad():
         for name, target in targets.items():
@@ -120,24 +130,54 @@ def load(
     return model
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(folder: Path) -> tuple[dict[str, Any], PreProjConfig, dict[str, Tensor]]:
+    """What a folder says, the config in it, and its tensors."""
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise FileNotFoundError(
                 f"{folder} has no {name}: load takes the folder that mmpreproj.save wrote"
             )
-    try:
-        described = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        found = described["format"]
+    with about(folder):
+        described = parse_json((folder / CONFIG_FILE).read_bytes(), CONFIG_FILE)
+        if not isinstance(described, dict):
+            raise ValueError(f"{CONFIG_FILE} holds {short(described)}, which is no object")
+        found = described.get("format")
         if found != FORMAT:
-            raise ValueError(f"format {found!r}, this version of mmpreproj reads {FORMAT}")
+            raise ValueError(f"format {short(found)}, this version of mmpreproj reads {FORMAT}")
         missing = {"config", "also", "base"} - set(described)
         if missing:
             raise ValueError(f"no {sorted(missing)}")
-        tensors = safetensors.torch.load_file(folder / WEIGHTS_FILE)
-    except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
-        raise ValueError(f"{folder} cannot be read: {error}") from error
-    return described, tensors
+        also = described["also"]
+        for name, holds, what in (
+            ("config", isinstance(described["config"], dict), "an object"),
+            ("base", isinstance(described["base"], dict), "an object"),
+            ("also", isinstance(also, list) and all(isinstance(x, str) for x in also), "paths"),
+        ):
+            if not holds:
+                raise ValueError(f"{name} must be {what}, found {short(described[name])}")
+        config = PreProjConfig.from_dict(described["config"])
+        return described, config, safetensors.torch.load_file(folder / WEIGHTS_FILE)
+
+
+def _check_expansion(
+    config: PreProjConfig, tensors: dict[str, Tensor], path: str | os.PathLike[str]
+) -> None:
+    """Raises ValueError where the config asks for other widths than the tensors have.
+
+    It comes before attaching, which would take as much memory as the config says.
+    """
+    ends, found = (".preproj.up.weight", ".preproj.down.weight"), False
+    for name, tensor in tensors.items():
+        if name.endswith(ends) and tensor.dim() == 2:
+            found = True
+            hidden, width = tensor.shape if name.endswith(ends[0]) else reversed(tensor.shape)
+            if not hidden <= max(1.0, config.expansion * width) < hidden + 1:
+                raise ValueError(
+                    f"{path} does not fit its own config: expansion is {config.expansion}, but "
+                    f"{name} is {tuple(tensor.shape)}"
+                )
+    if config.pre_projection and not found:
+        raise ValueError(f"{path} does not fit its own config: it has no tensor of pre_projection")
 
 
 def _check_base(
@@ -151,9 +191,11 @@ def _check_base(
     found = _base_shape(model, config)
     wanted = {key: expected.get(key) for key in found}
     if found != wanted:
-        raise ValueError(f"{path} was saved from {wanted}, but this model is {found}")
+        told = ", ".join(f"{key!r}: {short(value)}" for key, value in wanted.items())
+        raise ValueError(f"{path} was saved from {{{told}}}, but this model is {found}")
     if not allow_other_base and fingerprint(model, also) != expected.get("fingerprint"):
-        saved = expected.get("name") or f"a {found['architecture']}"
+        saved = expected.get("name")
+        saved = saved if isinstance(saved, str) and saved else f"a {found['architecture']}"
         name = _base_name(model)
         raise ValueError(
             f"{path} was saved from {saved} with other weights than this model"
@@ -176,10 +218,20 @@ def _check_tensors(
             for name, (expected, found) in shapes.items()
             if expected != found
         ),
+        "of values that are no finite numbers of the model's dtype": sorted(
+            f"{name} ({tensors[name].dtype})"
+            for name in shapes
+            if not _finite(tensors[name], targets[name].dtype)
+        ),
     }
-    told = "; ".join(f"{fault}: {', '.join(names)}" for fault, names in faults.items() if names)
+    told = "; ".join(f"{fault}: {listed(names)}" for fault, names in faults.items() if names)
     if told:
         raise ValueError(f"{path} does not fit this model. Tensors {told}")
+
+
+def _finite(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether it holds floating-point numbers, all of them finite in that dtype too."""
+    return tensor.is_floating_point() and bool(tensor.to(dtype).isfinite().all())
 
 
 def _stored(model: nn.Module, also: Iterable[str]) -> dict[str, nn.Parameter]:

@@ -109,6 +109,18 @@ def test_another_architecture_is_refused_with_both(saved, family, kwargs, told):
             lambda t: t.update({"blocks.1.attn.preproj.skip.weight": torch.ones(2, 2)}),
             r"another shape .*skip.weight \(384, 384\) \(2, 2\)",
         ),
+        (
+            lambda t: t.update({"blocks.1.attn.preproj.skip.weight": torch.ones(384, 384).int()}),
+            r"no finite numbers .*skip.weight \(torch.int32\)",
+        ),
+        (
+            lambda t: t["blocks.1.attn.preproj.up.weight"].fill_(torch.nan),
+            r"no finite numbers .*up.weight \(torch.float32\)",
+        ),
+        (
+            lambda t: t.update({"blocks.1.attn.preproj.up.weight": torch.ones(3, 384)}),
+            r"its own config: expansion is 1.25, but .*up.weight is \(3, 384\)",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_named_and_nothing_is_changed(saved, change, told):
@@ -157,6 +169,8 @@ def test_a_model_that_lost_a_block_is_not_saved(base, tmp_path):
         ("{", "cannot be read"),
         ('{"format": 99}', "format 99, this version of mmpreproj reads 1"),
         ('{"format": 1}', r"no \['also', 'base', 'config'\]"),
+        ("[" * 100_000 + "]" * 100_000, "preproj.json is not read: its JSON is nested too deeply"),
+        ("null", "preproj.json holds None, which is no object"),
     ],
 )
 def test_a_broken_config_says_so(saved, content, told):
@@ -164,6 +178,42 @@ def test_a_broken_config_says_so(saved, content, told):
     (folder / "preproj.json").write_text(content)
     with pytest.raises(ValueError, match=told):
         load(fresh(weights), folder)
+
+
+@pytest.mark.parametrize(
+    "field, value, told",
+    [
+        ("base", None, "base must be an object, found None"),
+        ("also", "head", "also must be paths, found 'head'"),
+        ("config", {"expansion": 10**400}, "expansion must be a number above 0, found 1000"),
+        ("config", {"attention": 1}, "attention must be a path with a [*] for the block, found 1"),
+        ("config", {"expansion": 1e12}, "expansion is 1000000000000.0, but .*weight is .*480"),
+        ("config", {"layers": [7]}, "does not fit this model: .*no block 7"),
+    ],
+)
+def test_a_config_of_other_types_or_sizes_says_so_and_nothing_is_changed(saved, field, value, told):
+    folder, weights, _, _ = saved
+    described = json.loads((folder / "preproj.json").read_text())
+    (folder / "preproj.json").write_text(json.dumps(described | {field: value}))
+    model = fresh(weights)
+    with pytest.raises(ValueError, match=f"{folder}.*{told}"):
+        load(model, folder)
+    assert "preproj_attachment" not in vars(model) and not preproj_modules(model)
+
+
+def test_a_load_that_fails_leaves_an_earlier_freeze_base_as_it_was(saved):
+    folder, weights, _, _ = saved
+    model = freeze_base(fresh(weights), also=["head"])
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        model.blocks[0].mlp.fc1.weight.add_(0.1)  # another base
+    with pytest.raises(ValueError, match="with other weights"):
+        load(model, folder)
+    assert trained == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"head.weight", "head.bias"}
+    model = freeze_base(attach(model, PreProjConfig(layers=[-1])), also=["head"])
+    detach(model)
+    assert all(p.requires_grad for p in model.parameters())  # what freeze_base began with
 
 
 def test_a_truncated_weight_file_says_so(saved):
