@@ -30,7 +30,7 @@ def parse_json(content: str | bytes, place: str | os.PathLike[str]) -> Any:
     except RecursionError as error:
         raise ValueError(f"{place} is not read: its JSON is nested too deeply") from error
     except ValueError as error:  # an integer of thousands of digits is one, too
-        raise ValueError(f"{place} is not JSON: {error}") from error
+        raise ValueError(f"{place} is not valid JSON: {error}") from error
 
 __all__ = ["cache_folder", "remove_folder", "whole_folder", "write_whole"]
 

@@ -65,7 +65,8 @@ def about(place: str | os.PathLike[str], what: str = "cannot be read") -> Iterat
         said = str(error)
         if os.fspath(place) in said and isinstance(error, (ValueError, OSError)):
             raise
-        reason = said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"
+        plain = isinstance(error, (ValueError, OSError)) and said
+        reason = said if plain else f"{type(error).__name__}: {said}"
         raise ValueError(f"{place} {what}: {_cut(reason, 2000)}") from error
 
 

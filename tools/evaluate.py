@@ -67,8 +67,8 @@ def main(args: Sequence[str] | None = None) -> Path:
 def _read_evaluations(path: str | None) -> dict[str, Any] | None:
     if path is None:
         return None
-    content = read_yaml(Path(path))
-    if not isinstance(content, dict) or not all(isinstance(v, dict) for v in content.values()):
+    content = read_yaml(path)
+    if not all(isinstance(value, dict) for value in content.values()):
         raise ValueError(
             f"{path} must map names to evaluations, such as "
             "lambada: {task: lambada, source: lambada.jsonl}"

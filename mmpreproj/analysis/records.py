@@ -26,7 +26,8 @@ import torch
 import yaml
 
 import mmpreproj
-from mmpreproj.files import write_whole
+from mmpreproj.files import parse_json, write_whole
+from mmpreproj.messages import about, short
 
 __all__ = ["environment", "mean_spread", "peak_memory", "plain", "proportion", "read_record"]
 __all__ += ["read_yaml", "wilson_interval", "write_json"]
@@ -89,12 +90,27 @@ def mean_spread(values: Iterable[float | None]) -> dict[str, Any]:
     }
 
 
-def read_yaml(path: Path) -> Any:
-    """What a YAML file holds. Raises: ValueError, naming the file, if it is not valid."""
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
+MOST_VALUES = 100_000  # of a YAML file, whose aliases can multiply a few lines without end
+
+
+def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The mapping that a YAML file holds.
+
+    Raises:
+        ValueError: naming the file, if it is not valid, holds no mapping, or more than MOST_VALUES.
+    """
+    with about(path, "is not valid YAML"):
+        found = yaml.safe_load(Path(path).read_bytes().decode())
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds {short(found)}, where keys and their values are expected")
+        values, n = [found], 0
+        while values:
+            value, n = values.pop(), n + 1
+            if n > MOST_VALUES:
+                raise ValueError(f"it holds more than {MOST_VALUES:,} values, aliases resolved")
+            if isinstance(value, dict | list):
+                values.extend(value.values() if isinstance(value, dict) else value)
+        return found
 
 
 def plain(value: Any) -> Any:
@@ -130,10 +146,7 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
         path = path / "record.json"
     if not path.is_file():
         raise FileNotFoundError(f"no record at {path}: the run has not finished, or is no run")
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    record = parse_json(path.read_bytes(), path)
     if not isinstance(record, dict):
         raise ValueError(f"{path} must hold a JSON object, found {type(record).__name__}")
     return record

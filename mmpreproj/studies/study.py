@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from mmpreproj.analysis.records import read_record, read_yaml
-from mmpreproj.messages import did_you_mean, listed
+from mmpreproj.messages import about, did_you_mean, listed
 
 __all__ = ["Choice", "Frontier", "Metric", "Run", "Study"]
 
@@ -171,10 +171,8 @@ class Study:
         if not path.is_file():
             raise ValueError(f"there is no study {path}")
         content = read_yaml(path)
-        try:
+        with about(path, "is no study"):
             return cls._of(path, content)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: {error}") from error
 
     @classmethod
     def _of(cls, path: Path, content: Any) -> Study:

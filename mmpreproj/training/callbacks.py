@@ -34,11 +34,26 @@ def checkpoint_path(folder: Path, which: str) -> Path:
     return folder / CHECKPOINTS / f"{which}.ckpt"
 
 
+def runs_of(root: str | os.PathLike[str], name: str) -> Path:
+    """The folder below `root` that holds the runs of that name.
+
+    Raises:
+        ValueError: if it would not lie below.
+    """
+    inside = os.path.normpath(name)
+    if os.path.isabs(inside) or inside.split(os.sep)[0] in (os.curdir, os.pardir):
+        raise ValueError(
+            f"run.name={name!r} must name a folder below run.root ({os.fspath(root)}); to keep "
+            "runs elsewhere, set run.root"
+        )
+    return Path(root) / inside
+
+
 def new_run_folder(root: str | os.PathLike[str], name: str, seed: int | None) -> Path:
     """Make `<root>/<name>/<YYYYmmdd-HHMMSS>-seed<seed>`; a taken name gets a number behind it."""
     stamp = time.strftime("%Y%m%d-%H%M%S") + ("" if seed is None else f"-seed{seed}")
     for attempt in itertools.count(1):
-        folder = Path(root) / name / (stamp if attempt == 1 else f"{stamp}-{attempt}")
+        folder = runs_of(root, name) / (stamp if attempt == 1 else f"{stamp}-{attempt}")
         try:
             folder.mkdir(parents=True)  # fails where another run, perhaps at this very moment, is
             return folder
@@ -153,6 +168,7 @@ class RunFolder(Callback):
     def __init__(
         self, root: str, name: str, seed: int | None, config_text: str, resume: Path | None = None
     ) -> None:
+        runs_of(root, name)  # a wrong name shows at once
         self.root, self.name, self.seed = root, name, seed
         self.config_text = config_text
         self.resume = resume
@@ -312,6 +328,7 @@ class Clock(Callback):
         self.seconds = 0.0  # all of fit
         self.train_seconds = 0.0  # of it, training epochs without validation
         self.items = 0  # read by this process in those, in what the module counts
+        self.ticked = False  # whether a batch of this process has been trained on
         self._fit = self._epoch = self._val = 0.0
         self._running = False
 
@@ -325,6 +342,7 @@ class Clock(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self.ticked = True
         self.items += pl_module.count(batch)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -355,8 +373,8 @@ class Clock(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name, value in state_dict.items():
-            setattr(self, name, value)
+        for name in ("seconds", "train_seconds", "items"):
+            setattr(self, name, state_dict[name])
 
     def per_second(self, processes: int = 1) -> float | None:
         """Over all processes; None before the first epoch is through."""

@@ -15,6 +15,7 @@ SIGTERM writes a last checkpoint, between two optimiser steps.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import os
@@ -22,7 +23,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import mmpreproj  # noqa: F401 - registers the models with timm
-from mmpreproj.analysis.records import read_record
-from mmpreproj.messages import explain
+from mmpreproj.analysis.records import read_record, read_yaml
+from mmpreproj.messages import about, explain
 from mmpreproj.training.callbacks import (
     BestCheckpoint,
     Clock,
@@ -42,6 +43,7 @@ from mmpreproj.training.callbacks import (
     Reproducible,
     RunFolder,
     checkpoint_path,
+    runs_of,
 )
 from mmpreproj.training.runs import finish_run
 
@@ -113,17 +115,17 @@ class TrainCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         # Lightning's own warns whenever sys.argv is not empty and args are given.
-        try:
+        known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        known.add_argument("-c", "--config", action="append", default=[])
+        for path in known.parse_known_args(args)[0].config:
+            read_yaml(path)
+        with _explained(parser):
             self.config = parser.parse_args(args)
-        except argparse.ArgumentError as error:
-            raise ValueError(explain(error, parser)) from None
 
     def instantiate_classes(self) -> None:
-        try:
+        # jsonargparse wraps what a class says about its arguments; say that, not the wrapping.
+        with _explained(self.parser):
             super().instantiate_classes()
-        except ValueError as error:
-            # jsonargparse wraps what a class says about its arguments; say that, not the wrapping.
-            raise ValueError(explain(error, self.parser)) from None
 
     @property
     def seed(self) -> int | None:
@@ -179,6 +181,11 @@ class TrainCLI(LightningCLI):
         }
         try:
             return self._train()
+        except Exception:
+            if self.resume is None or self.clock.ticked:
+                raise
+            with about(self.resume, "cannot be resumed"):  # before a step, its files are at fault
+                raise
         finally:
             self.folder.release()
 
@@ -198,6 +205,17 @@ class TrainCLI(LightningCLI):
         test = self.config.run.test
         finish_run(self.trainer, self.model, self.datamodule, *watched, self.seed, test)
         return self.folder.folder
+
+
+@contextlib.contextmanager
+def _explained(parser: LightningArgumentParser) -> Iterator[None]:
+    """Whatever a class makes of a setting is a ValueError that names the setting."""
+    try:
+        yield
+    except (ImportError, MemoryError, OSError):
+        raise
+    except Exception as error:
+        raise ValueError(explain(error, parser)) from error
 
 
 def split_arguments(args: Sequence[str]) -> tuple[list[str], str | None, bool, str | None]:
@@ -266,7 +284,7 @@ def newest_run(root: str | os.PathLike[str], name: str) -> Path:
         FileNotFoundError: naming where it looked, if there is none, or the newest has no last
             checkpoint: an older run is not taken in its place.
     """
-    parent = Path(root) / name
+    parent = runs_of(root, name)
     runs = [path.parent for path in parent.glob("*/config.yaml")]
     if not runs:
         raise FileNotFoundError(f"no run to resume in {parent}")

@@ -18,7 +18,7 @@ import mmpreproj
 from mmpreproj.analysis.records import environment, peak_memory, write_json
 from mmpreproj.analysis.skip import skip_strength, write_csv
 from mmpreproj.data.loaders import Answers
-from mmpreproj.messages import explain
+from mmpreproj.messages import about, explain
 from mmpreproj.training.callbacks import CHECKPOINTS, BestCheckpoint, Clock, checkpoint_path
 from mmpreproj.training.trained_module import TrainedModule, parameter_counts
 
@@ -75,36 +75,31 @@ def load_run(
         ValueError: if the file is no checkpoint of ours, or an override does not fit.
     """
     file, _ = find_checkpoint(path, which)
-    try:
+    with about(file, "is not a checkpoint of mmpreproj.training"):
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         own, hyper = checkpoint["mmpreproj"], checkpoint["hyper_parameters"]
-        class_path = own["model"]["class_path"]
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"{file} is not a checkpoint of mmpreproj.training ({type(error).__name__}: {error})"
-        ) from error
-    module = _trusted_class(class_path, TrainedModule)(**{**hyper, "compile": False})
-    module.on_load_checkpoint(checkpoint)
-    module.configure_model()
-    module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
-    module.eval()
-    module.loaded = {
-        "file": str(file),
-        "which": which if Path(path).is_dir() else None,
-        "weights": module.evaluated_weights,
-        # The last epoch that was finished; a checkpoint's own number counts a begun one too.
-        "epoch": module.history[-1]["epoch"] if module.history else None,
-        "step": checkpoint["global_step"],
-        "precision": own.get("precision"),
-    }
-    spec = own.get("data")
-    if spec is None:
-        if overrides:
-            raise ValueError(f"{file} does not say which data module it was trained with")
-        return module, None
-    return module, make_data(spec, module, overrides or {})
+        class_path, spec = own["model"]["class_path"], own.get("data")
+    with about(file, "cannot be loaded"):
+        module = _trusted_class(class_path, TrainedModule)(**{**hyper, "compile": False})
+        module.on_load_checkpoint(checkpoint)
+        module.configure_model()
+        module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+        module.eval()
+        module.loaded = {
+            "file": str(file),
+            "which": which if Path(path).is_dir() else None,
+            "weights": module.evaluated_weights,
+            # The last epoch that was finished; a checkpoint's own number counts a begun one too.
+            "epoch": module.history[-1]["epoch"] if module.history else None,
+            "step": checkpoint["global_step"],
+            "precision": own.get("precision"),
+        }
+    if spec is not None:
+        with about(file, "does not give its data"):
+            return module, make_data(spec, module, overrides or {})
+    if overrides:
+        raise ValueError(f"{file} does not say which data module it was trained with")
+    return module, None
 
 
 def make_data(
