@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+__all__ = ["cache_folder", "parse_json", "remove_folder", "whole_folder", "write_whole"]
+
 
 def parse_json(content: str | bytes, place: str | os.PathLike[str]) -> Any:
     """What JSON holds; `place` is what to call it.
@@ -31,8 +33,6 @@ def parse_json(content: str | bytes, place: str | os.PathLike[str]) -> Any:
         raise ValueError(f"{place} is not read: its JSON is nested too deeply") from error
     except ValueError as error:  # an integer of thousands of digits is one, too
         raise ValueError(f"{place} is not valid JSON: {error}") from error
-
-__all__ = ["cache_folder", "remove_folder", "whole_folder", "write_whole"]
 
 
 def cache_folder(kind: str) -> Path:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-__all__ = ["did_you_mean", "explain", "listed", "nearest", "need"]
+__all__ = ["about", "did_you_mean", "explain", "listed", "nearest", "need", "short"]
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> list[str]:

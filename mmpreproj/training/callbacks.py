@@ -24,7 +24,7 @@ from mmpreproj.analysis.records import environment, read_record, write_json
 from mmpreproj.files import write_whole
 
 __all__ = ["BestCheckpoint", "Clock", "EpochLines", "LastCheckpoint", "Reproducible", "RunFolder"]
-__all__ += ["checkpoint_path"]
+__all__ += ["checkpoint_path", "runs_of"]
 
 CHECKPOINTS = "checkpoints"
 

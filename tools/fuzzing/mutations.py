@@ -194,8 +194,11 @@ def gguf(data: bytes) -> Layout:
             at += number(8)
         elif kind == 9:
             of, n = number(4), number(8)
-            for _ in range(min(n, 300)):
+            for k in range(min(n, 300)):
+                kept = len(numbers)
                 value(of)
+                if k > 2:  # enough of these
+                    del numbers[kept:]
         else:
             number(sizes.get(kind, 4))
 

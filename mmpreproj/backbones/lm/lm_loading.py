@@ -20,13 +20,14 @@ import torch
 from mmpreproj.attach import attach
 from mmpreproj.backbones.lm.lm_sources import (
     TOKENIZER_FILES,
+    check_gguf,
     file_hash,
     find_source,
     unpacked,
 )
 from mmpreproj.backbones.lm.lm_tokenizer import check_tokenizer, number_of_ids
 from mmpreproj.hub_cache import MODEL_FILES, Source, cached_snapshot, require_model
-from mmpreproj.messages import nearest, need
+from mmpreproj.messages import about, nearest, need
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.saving import load
 
@@ -252,12 +253,11 @@ def _load_gguf(auto: Any, source: Source, keywords: dict[str, Any]) -> PreTraine
 def _read_gguf(auto: Any, source: Source, keywords: dict[str, Any]) -> Any:
     need("gguf", source.name, "text")
     file = Path(source.place)
-    try:
+    with about(source.name, "cannot be read as a GGUF model"):
+        check_gguf(file)
         return auto.from_pretrained(
             str(file.parent), gguf_file=file.name, trust_remote_code=False, **keywords
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ValueError(f"{source.name} cannot be read as a GGUF model: {error}") from error
 
 
 def _plain(model: PreTrainedModel) -> PreTrainedModel:

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib.util
 import logging
+import math
 import os
 import re
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from mmpreproj.files import cache_folder, whole_folder
 from mmpreproj.hub_cache import Source
 from mmpreproj.messages import listed
 
-__all__ = ["file_hash", "find_source", "unpacked"]
+__all__ = ["check_gguf", "file_hash", "find_source", "unpacked"]
 
 _logger = logging.getLogger(__name__)
 
@@ -93,6 +94,77 @@ def _only_gguf(name: str, found: list[Path]) -> Source:
         files = listed(sorted(file.name for file in found))
         raise ValueError(f"{name} holds {len(found)} GGUF files ({files}): name one of them")
     return Source(name, "gguf", str(found[0]))
+
+
+# Of GGUF's values, by the number of their type; 8 is a string, 9 an array.
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+
+
+def check_gguf(path: str | os.PathLike[str]) -> None:
+    """Find out whether a GGUF file holds what its header says, in a moment.
+
+    transformers takes half a minute to find that a file is cut, or makes a model of any size that
+    the header asks for.
+
+    Raises:
+        ValueError: naming what is missing, or of no known kind; the message names no file.
+    """
+    import gguf
+
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        order: Literal["little", "big"] = "little"
+
+        def read(n: int) -> bytes:
+            found = file.read(n) if n <= size else b""
+            if len(found) < n:
+                raise ValueError(f"it is cut: its header goes on behind its {size:,} bytes")
+            return found
+
+        def number(n: int) -> int:
+            return int.from_bytes(read(n), order)
+
+        def text() -> bytes:
+            return read(number(8))
+
+        def value(kind: int) -> int | None:
+            if kind in _SIZES:
+                return number(_SIZES[kind])
+            of, n = (kind, 1) if kind != 9 else (number(4), number(8))
+            if of in _SIZES:
+                read(n * _SIZES[of])
+            elif of == 8:
+                for _ in range(n):
+                    text()
+            else:
+                raise ValueError(f"it has a value of the unknown type {of}")
+            return None
+
+        file.seek(4)
+        version = number(4)
+        if version >> 16:
+            order, version = "big", version >> 24
+        if version not in (2, 3):
+            raise ValueError(f"it is of version {version}; 2 and 3 are read")
+        n_tensors, n_values = number(8), number(8)
+        for _ in range(n_values):
+            key, found = text(), value(number(4))
+            if key.endswith(b".block_count") and found is not None and found > n_tensors:
+                raise ValueError(f"{key.decode()} is {found}, but it has {n_tensors} tensors")
+        end = 0
+        for _ in range(n_tensors):
+            text()
+            shape = [number(8) for _ in range(min(number(4), 8))]
+            kind, start = number(4), number(8)
+            try:
+                block, packed = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+            except (KeyError, ValueError):
+                raise ValueError(f"it has a tensor of the unknown type {kind}") from None
+            end = max(end, start + math.prod(shape) // block * packed)
+        if file.tell() + end > size:
+            raise ValueError(
+                f"it is cut: its tensors take {file.tell() + end:,} bytes, and it has {size:,}"
+            )
 
 
 def file_hash(path: str | os.PathLike[str]) -> str:
