@@ -9,6 +9,7 @@ import importlib
 import os
 import re
 import reprlib
+import sys
 from collections.abc import Iterable, Iterator
 from types import ModuleType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
@@ -104,7 +105,8 @@ def explain(error: Exception, parser: ArgumentParser) -> str:
     keys = _starts(r'Parser key "([\w.]+)"', said)
     for path in _starts(r"Problem with given class_path '([\w.]+)'", said)[-1:]:
         module, _, name = path.rpartition(".")
-        if kind := getattr(importlib.import_module(module), name, None):
+        # what the parser did not import is not imported for a message, either
+        if kind := getattr(sys.modules.get(module), name, None):
             parser = type(parser)()
             parser.add_class_arguments(kind)
     takes = {action.dest: getattr(action, "_typehint", None) for action in parser._actions}

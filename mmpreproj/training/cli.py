@@ -118,7 +118,8 @@ class TrainCLI(LightningCLI):
         known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         known.add_argument("-c", "--config", action="append", default=[])
         for path in known.parse_known_args(args)[0].config:
-            read_yaml(path)
+            if Path(path).is_file():
+                read_yaml(path)
         with _explained(parser):
             self.config = parser.parse_args(args)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.abc
 import importlib.util
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,8 +117,9 @@ def make_data(
     init = module.data_spec(dict(spec.get("init_args") or {}))
     arguments = [f"--data.{key}={value}" for key, value in overrides.items()]
     try:
-        parser.set_defaults({"data": {"class_path": path, "init_args": init}})
-        config = parser.parse_args(arguments)
+        with _importing_none_of(init):
+            parser.set_defaults({"data": {"class_path": path, "init_args": init}})
+            config = parser.parse_args(arguments)
         data = parser.instantiate(config).data
     except (ArgumentError, ValueError, TypeError) as error:
         raise ValueError(f"data of the run: {explain(error, parser)}") from error
@@ -143,6 +146,34 @@ def _trusted_class(path: str, base: type) -> type:
             f"import {module} first if you trust it"
         )
     return found
+
+
+@contextlib.contextmanager
+def _importing_none_of(settings: Any) -> Iterator[None]:
+    """Python does not import modules that are named in the settings, and are not imported already.
+
+    A parser of settings takes any of them for the path of a class, where a class may stand.
+    """
+    named, values = set(), [settings]
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            named.add(value.partition(".")[0])
+        elif isinstance(value, Mapping | list | tuple):
+            values.extend(value.values() if isinstance(value, Mapping) else value)
+    refused = named - set(sys.modules)
+
+    class Refusing(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name in refused:
+                raise ImportError(f"the checkpoint names {name}; import it first if you trust it")
+
+    finder = Refusing()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
 
 
 def evaluate(
