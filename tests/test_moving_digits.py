@@ -137,7 +137,7 @@ def test_no_image_is_in_two_parts_and_the_parts_are_those_of_the_image_data():
 def test_directions_are_balanced_within_parts_and_within_classes(counts):
     known = targets()
     clips = plan(known, MovingDigits(clips_per_image=counts))
-    for part, count in zip(moving_digits.PARTS, counts, strict=True):
+    for part, count in zip(moving_digits.SPLITS, counts, strict=True):
         assert all(clip.digit == known[clip.image] for clip in clips[part])
         table = np.zeros((10, 8), int)
         for clip in clips[part]:

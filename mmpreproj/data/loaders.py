@@ -27,7 +27,7 @@ lightning = need("lightning", "mmpreproj.data", "train")
 
 
 class LabelledDataModule(lightning.LightningDataModule):
-    """Base of data modules whose parts "train", "val" and "test" are datasets of known size.
+    """Base of data modules whose splits "train", "val" and "test" are datasets of known size.
 
     A subclass gives `dataset(split, n_padding)` and `split_size(split)`. Padding: see targets.py.
 
@@ -102,11 +102,11 @@ class LabelledDataModule(lightning.LightningDataModule):
         return EpochSampler(dataset, *self._world(), run_seed())
 
     def val_dataloader(self) -> DataLoader | list:
-        """The part to choose on; where there is none an empty list, as Lightning wants it."""
+        """The split to choose on; where there is none an empty list, as Lightning wants it."""
         return self._eval_loader("val") if self.has_split("val") else []
 
     def test_dataloader(self) -> DataLoader:
-        """The part that is reported."""
+        """The split that is reported."""
         return self._eval_loader("test")
 
     def _eval_loader(self, split: str) -> DataLoader:

@@ -17,7 +17,8 @@ from mmpreproj.data.labelled_files import EvalFiles, LabelledFiles, OnBad, Sourc
 from mmpreproj.data.loaders import LabelledDataModule, run_seed, stratified_holdout
 from mmpreproj.messages import listed
 
-__all__ = ["VisionDataModule", "check_channels", "erase", "normalize", "resolve_data_config"]
+__all__ = ["SPLITS", "VisionDataModule", "check_channels", "erase", "normalize"]
+__all__ += ["resolve_data_config"]
 
 SPLITS = ("train", "val", "test")
 

@@ -238,10 +238,10 @@ class ImageClassifier(TrainedModule):
 
     def read(self, data: Any, file: str) -> tuple[dict[str, Any], Tensor]:
         """({"image": upright RGB, PIL}, the model's input for it)."""
-        from mmpreproj.data.image.image_files import EvalTransform, load_image
+        from mmpreproj.data.image.image_files import eval_transform, load_image
 
         own = self.data_config or {}
-        transform = EvalTransform(own) if data is None else data.eval_transform()
+        transform = eval_transform(own) if data is None else data.eval_transform()
         image = load_image(file, 3)
         return {"image": image}, transform(image)
 

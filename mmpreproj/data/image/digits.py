@@ -1,6 +1,8 @@
 """scikit-learn's handwritten digits, the default: real images that need no download."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ def load_digits() -> tuple[torch.Tensor, np.ndarray]:
 
 
 class DigitsSource(Source):
-    """The test part, or the rest, in memory; `numbers` are those of the images in the whole."""
+    """The test split, or the rest, in memory; `numbers` are those of the images in the whole."""
 
     def __init__(self, split: str):
         pixels, digits = load_digits()
@@ -78,26 +80,19 @@ def resample(
     return F.grid_sample(pixels, grid, mode="bicubic", align_corners=False).clamp_(0, 1)
 
 
+@dataclasses.dataclass(eq=False)
 class Digits(Dataset):
     """Digits, enlarged and normalised, a batch at a time. Items: (float [C, H, W], class)."""
 
-    def __init__(
-        self,
-        pixels: torch.Tensor,
-        targets: torch.Tensor,
-        config: dict[str, Any],
-        augment: DigitsAugment | None = None,
-        n_padding: int = 0,
-        seed: int = 0,
-        rank: int = 0,
-    ):
-        """pixels: float [N, 1, 8, 8] in 0..1; targets: int64 [N]; config: resolved data config."""
-        self.pixels = torch.cat([pixels, pixels.new_zeros(n_padding, *pixels.shape[1:])])
-        self.targets = torch.cat([targets, targets.new_full((n_padding,), PADDING)])
-        self.config = config
-        self.augment = augment
-        self.seed = seed
-        self.rank = rank
+    pixels: torch.Tensor
+    """float [N, 1, 8, 8] in 0..1."""
+    targets: torch.Tensor
+    """int64 [N]."""
+    config: dict[str, Any]
+    """The resolved data config."""
+    augment: DigitsAugment | None = None
+    seed: int = 0
+    rank: int = 0
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -119,40 +114,31 @@ class Digits(Dataset):
         return list(zip(images, self.targets[chosen], strict=True))
 
 
-class DigitsTransform:
+def digit_of(image: Image.Image, config: dict[str, Any]) -> torch.Tensor:
     """A picture of one digit -> normalised float [C, H, W].
 
     The picture is brought down to 8 x 8 by averaging, the way the data were made. The data are
     light strokes on a dark ground: a picture whose border is light (ink on paper) is inverted.
     """
-
-    def __init__(self, config: dict[str, Any]):
-        self.config = config
-
-    def __call__(self, image: Image.Image) -> torch.Tensor:
-        grey = to_channels(image, 1)
-        ground = _border_median(grey)
-        if ground > 127:
-            grey, ground = ImageOps.invert(grey), 255 - ground
-        side = max(grey.size)
-        square = Image.new("L", (side, side), ground)
-        square.paste(grey, ((side - grey.width) // 2, (side - grey.height) // 2))
-        small = square.resize((SIDE, SIDE), Image.Resampling.BOX)
-        pixels = torch.from_numpy(np.array(small)).float() / 255
-        return Digits(pixels[None, None], torch.zeros(1, dtype=torch.int64), self.config)[0][0]
-
-
-def _border_median(grey: Image.Image) -> int:
+    grey = to_channels(image, 1)
     pixels = np.asarray(grey)
-    edges = [pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]]
-    return int(np.median(np.concatenate(edges)))
+    border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+    ground = int(np.median(border))
+    if ground > 127:
+        grey, ground = ImageOps.invert(grey), 255 - ground
+    side = max(grey.size)
+    square = Image.new("L", (side, side), ground)
+    square.paste(grey, ((side - grey.width) // 2, (side - grey.height) // 2))
+    small = np.array(square.resize((SIDE, SIDE), Image.Resampling.BOX))
+    digit = torch.from_numpy(small).float().div_(255)[None, None]
+    return Digits(digit, torch.zeros(1, dtype=torch.int64), config)[0][0]
 
 
 class DigitsDataModule(ImageDataModule):
     """1797 handwritten digits of 8 x 8 pixels (UCI's optical digits, test part), enlarged to the
     model's size.
 
-    540 images are the test part, the same ones for ever; validation is held out of the other 1257.
+    540 images are the test split, the same ones for ever; validation is held out of the other 1257.
 
     Args:
         augment: random affine map of training images.
@@ -182,11 +168,13 @@ class DigitsDataModule(ImageDataModule):
 
     def dataset(self, split: str, n_padding: int = 0) -> Digits:
         source, indices, targets = self._part(split)
-        pixels, targets = source.pixels[indices], torch.from_numpy(targets[indices, 0])
+        pixels, digits = source.pixels[indices], torch.from_numpy(targets[indices, 0])
         if split == "train":
             seeds = {"seed": run_seed(), "rank": self._world()[1]}
-            return Digits(pixels, targets, self.resolved_data_config, self.affine, **seeds)
-        return Digits(pixels, targets, self.resolved_data_config, n_padding=n_padding)
+            return Digits(pixels, digits, self.resolved_data_config, self.affine, **seeds)
+        pixels = torch.cat([pixels, pixels.new_zeros(n_padding, *pixels.shape[1:])])
+        digits = torch.cat([digits, digits.new_full((n_padding,), PADDING)])
+        return Digits(pixels, digits, self.resolved_data_config)
 
-    def eval_transform(self) -> DigitsTransform:
-        return DigitsTransform(self.resolved_data_config)
+    def eval_transform(self) -> Callable[[Image.Image], torch.Tensor]:
+        return functools.partial(digit_of, config=self.resolved_data_config)

@@ -14,6 +14,7 @@ Then come timm's transforms. Pixels are normalised on the model's device, or her
 """
 
 import dataclasses
+import functools
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,11 +24,12 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from timm.data import create_transform
+from torchvision.transforms import Compose
 
 from mmpreproj.data.labelled_files import UnreadableFile
 from mmpreproj.data.vision import check_channels, normalize
 
-__all__ = ["AugmentConfig", "EvalTransform", "UnreadableImage", "load_image", "pixel_transform"]
+__all__ = ["AugmentConfig", "UnreadableImage", "eval_transform", "load_image", "pixel_transform"]
 __all__ += ["to_channels", "train_transform"]
 
 ORIENTATION_TAG = 0x0112
@@ -184,12 +186,7 @@ def pixel_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], torch.
     )
 
 
-class EvalTransform:
+def eval_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], torch.Tensor]:
     """PIL image of any kind -> normalised float32 [C, H, W], just as in evaluation."""
-
-    def __init__(self, config: Mapping[str, Any]):
-        self.config = config
-        self.pixels = pixel_transform(config)
-
-    def __call__(self, image: Image.Image) -> torch.Tensor:
-        return normalize(self.pixels(to_channels(image, self.config["input_size"][0])), self.config)
+    upright = functools.partial(to_channels, channels=config["input_size"][0])
+    return Compose([upright, pixel_transform(config), functools.partial(normalize, config=config)])

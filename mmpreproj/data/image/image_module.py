@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, Sampler
 
 from mmpreproj.data.image.image_files import (
     AugmentConfig,
-    EvalTransform,
+    eval_transform,
     load_image,
     pixel_transform,
     train_transform,
@@ -40,7 +40,7 @@ class ImageDataModule(VisionDataModule):
         interpolation: in evaluation; in training it is part of the augmentation.
         aug_repeats: repeated augmentation (DeiT), times each image comes in a row; 0 or 1: off.
         classes: class names in the order of the model's outputs, from a checkpoint; None: the
-            training part's.
+            training split's.
         keywords: those of VisionDataModule.
     """
 
@@ -83,7 +83,7 @@ class ImageDataModule(VisionDataModule):
 
     def eval_transform(self) -> Callable:
         """A callable, PIL image of any kind -> normalised float [C, H, W], as in evaluation."""
-        return EvalTransform(self.resolved_data_config)
+        return eval_transform(self.resolved_data_config)
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"classes": self._label_sets and self.classes}
@@ -129,9 +129,9 @@ class ImageFilesDataModule(ImageDataModule):
 class ImageFolderDataModule(ImageFilesDataModule):
     """Images in class folders: root/train/CLASS/… and root/val/CLASS/… (or validation, or test).
 
-    The test part, which is reported, is the folder `test_split`; validation, on which the best
+    The test split, which is reported, is the folder `test_split`; validation, on which the best
     checkpoint is chosen, is held out of the training folder (or is the folder `val_split`). Class
-    ids are the sorted folder names of the training part, in every part.
+    ids are the sorted folder names of the training split, in every split.
 
     Args:
         root: the folder that holds the splits.

@@ -92,7 +92,7 @@ class TimmSource(Source):
             return os.path.realpath(self.reader.root)
         if isinstance(self.dataset, DatasetFolder):
             return os.path.realpath(self.dataset.root)
-        if hasattr(self.dataset, "train"):  # torchvision knows two parts by many names
+        if hasattr(self.dataset, "train"):  # torchvision knows two splits by many names
             return f"{self.dataset.root}, train={self.dataset.train}"
         return self.origin
 
@@ -147,7 +147,7 @@ class TimmDataModule(ImageFilesDataModule):
         root: folder or file of the data, or where timm's readers keep them.
         train_split: the split to train on; for folders, a folder below root.
         test_split: the split to report on.
-        test_root: root of the test part, where the splits are files of their own, as with one .tar
+        test_root: root of the test split, where the splits are files of their own, as with one .tar
             each.
         val_root: the same for val_split.
         num_classes: needed for streams whose classes have no names.

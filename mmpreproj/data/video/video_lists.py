@@ -15,7 +15,7 @@ import numpy as np
 from mmpreproj.data.labelled_files import FileList, FolderSource, encoded, files_below
 from mmpreproj.data.vision import NothingToReport
 
-__all__ = ["part_source", "read_videos"]
+__all__ = ["split_path", "read_videos"]
 
 EXTENSIONS = frozenset(
     ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .mpe .ts .m2ts .mts .wmv .flv .3gp .ogv .gif".split()
@@ -33,8 +33,8 @@ _QUOTED = re.compile(r'"([^"]+)"\s+(\S.*)$')
 _SPACED = re.compile(rf"(.+?(?:{_SUFFIXES}))\s+(\S.*)$", re.IGNORECASE)
 
 
-def find_part(root: Path, name: str) -> Path | None:
-    """A part by name: a file or folder as named, or a list called so, before a folder."""
+def find_split(root: Path, name: str) -> Path | None:
+    """A split by name: a file or folder as named, or a list called so, before a folder."""
     path = root / Path(name).expanduser()
     if path.is_file():
         return path
@@ -44,25 +44,25 @@ def find_part(root: Path, name: str) -> Path | None:
     return path if path.is_dir() else None
 
 
-def part_source(root: Path, parts: dict[str, str | None], split: str) -> Path:
-    """The list or folder of a part; a test part without a name is the only one that could be it.
+def split_path(root: Path, splits: dict[str, str | None], split: str) -> Path:
+    """The list or folder of a split; that of the test, without a name, is the only one it could be.
 
     Raises: FileNotFoundError, ValueError, telling what is there.
     """
-    name = parts[split]
+    name = splits[split]
     if name is not None:
-        found = find_part(root, name)
+        found = find_split(root, name)
         if found is None:
             there = sorted(path.name for path in root.iterdir() if path.name[0] != ".")[:10]
             raise FileNotFoundError(
                 f"no {name!r} (nor {', '.join(name + suffix for suffix in LIST_SUFFIXES)}) in "
-                f"{str(root)!r} for the {split} part; there are {there or 'no files'}"
+                f"{str(root)!r} for the {split} split; there are {there or 'no files'}"
             )
         return found
-    used = [find_part(root, n) for n in (parts["train"], parts["val"]) if n is not None]
-    found = {name: find_part(root, name) for name in TEST_NAMES}
+    used = [find_split(root, n) for n in (splits["train"], splits["val"]) if n is not None]
+    found = {name: find_split(root, name) for name in TEST_NAMES}
     found = {k: path for k, path in found.items() if path is not None and path not in used}
-    which = f"which list or folder of {str(root)!r} is the test part?"
+    which = f"which list or folder of {str(root)!r} is the test split?"
     if not found:
         raise NothingToReport(
             f"{which} none of {list(TEST_NAMES)} is there; say it with test (--data.test)"

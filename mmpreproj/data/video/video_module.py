@@ -20,7 +20,7 @@ from mmpreproj.data.video.clips import (
     VideoAugment,
 )
 from mmpreproj.data.video.decode import Decoder
-from mmpreproj.data.video.video_lists import part_source, read_videos
+from mmpreproj.data.video.video_lists import read_videos, split_path
 from mmpreproj.data.vision import VisionDataModule
 from mmpreproj.messages import listed
 
@@ -44,11 +44,11 @@ class VideoDataModule(VisionDataModule):
     whose scores are to be averaged; L is the number of label sets, usually 1. Marks are in all L
     columns of the targets at once.
 
-    The test part is what is reported; validation, on which the best checkpoint is chosen, is `val`
-    or held out of training. Class ids are those of the training part, in every part.
+    The test split is what is reported; validation, on which the best checkpoint is chosen, is `val`
+    or held out of training. Class ids are those of the training split, in every split.
 
     Args:
-        root: folder that part names and relative paths in lists start from (never the working
+        root: folder that names of splits and relative paths in lists start from (never the working
             directory).
         train: list or folder to train on, relative to root. "train" is train.csv, .txt, .tsv,
             .list, or the class folders in train/, whichever is there first. Kinetics clips are
@@ -59,7 +59,7 @@ class VideoDataModule(VisionDataModule):
             the column "label", as the set "class".
         missing: files that lists name but that are not there are an error, or left out ("skip",
             told at the start and in the run's record), or kept as unreadable ("keep"). One rule for
-            all parts.
+            all splits.
         bad_videos: an unreadable video is an error, or ("warn") named once and counted; in training
             another one takes its place, in evaluation it counts as wrong.
         num_frames: T; None, here and in the following, is what the model's configuration says.
@@ -77,7 +77,7 @@ class VideoDataModule(VisionDataModule):
         batch_size: clips in a training batch, on each process. In an evaluation batch they are
             videos, V * S clips each.
         label_sets: class names in the order of the model's outputs, from a checkpoint; None: the
-            training part's. Numbers in a list are then indices into them.
+            training split's. Numbers in a list are then indices into them.
         keywords: those of VisionDataModule.
     """
 
@@ -158,7 +158,7 @@ class VideoDataModule(VisionDataModule):
         return bool(self.split_size(split))
 
     def open(self, split: str) -> FileList:
-        """The list of a part, without what is missing where that is tolerated.
+        """The list of a split, without what is missing where that is tolerated.
 
         Raises: FileNotFoundError for missing files (`missing="error"`), naming how many and some.
         """
@@ -168,7 +168,7 @@ class VideoDataModule(VisionDataModule):
                 f"the video folder {str(root)!r} does not exist (or is not a folder); --data.root "
                 "takes a folder with train.csv or train/CLASS/*, and the same for val or test"
             )
-        videos = read_videos(part_source(root, self.splits, split), root, self.label_columns)
+        videos = read_videos(split_path(root, self.splits, split), root, self.label_columns)
         gone = videos.missing()
         self.n_missing[split] = len(gone)
         if len(gone):
