@@ -12,7 +12,6 @@ import math
 import os
 import platform
 import re
-import resource
 import shlex
 import statistics
 import subprocess
@@ -197,5 +196,7 @@ def peak_memory() -> dict[str, int | None]:
     if status.exists():  # Linux: ru_maxrss starts at the peak of the process that started this one
         if kib := re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE):
             return {"rss": int(kib[1]) * 1024, "gpu": gpu}
+    import resource  # not on Windows
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"rss": peak if sys.platform == "darwin" else peak * 1024, "gpu": gpu}  # macOS: bytes

@@ -311,9 +311,7 @@ class Reproducible(Callback):
         drawn = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
         random.seed(drawn)
         np.random.seed(drawn)
-        torch.default_generator.manual_seed(
-            drawn
-        )  # torch.manual_seed asks for every kind of device
+        torch.default_generator.manual_seed(drawn)  # torch.manual_seed asks every kind of device
         if pl_module.device.type == "cuda":
             torch.cuda.manual_seed(drawn)
 
@@ -378,9 +376,7 @@ class Clock(Callback):
 
     def per_second(self, processes: int = 1) -> float | None:
         """Over all processes; None before the first epoch is through."""
-        if self.train_seconds <= 0:
-            return None
-        return self.items * processes / self.train_seconds
+        return self.items * processes / self.train_seconds if self.train_seconds > 0 else None
 
 
 class EpochLines(Callback):

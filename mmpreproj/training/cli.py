@@ -299,11 +299,6 @@ def newest_run(root: str | os.PathLike[str], name: str) -> Path:
     return newest
 
 
-def complete(folder: Path) -> bool:
-    """Whether the run has been trained and tested to its end."""
-    return (folder / "record.json").is_file() and bool(read_record(folder).get("finished"))
-
-
 def config_name(path: str) -> str:
     """What the runs of a config are called: its path below the nearest folder `configs`.
 
@@ -326,17 +321,12 @@ def run_tool(main: Callable[[], Any]) -> int:
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("MMPREPROJ_TRACEBACK"):
             raise
-        print(f"error: {_last_line(error)}", file=sys.stderr, flush=True)
+        said = str(error)
+        if re.match(r"Caught \w+ in DataLoader worker", said):  # with the worker's traceback
+            said = re.sub(r"^[\w.]+: ", "", said.strip().splitlines()[-1])
+        print(f"error: {said}", file=sys.stderr, flush=True)
         return 2
     return status if isinstance(status, int) else 0
-
-
-def _last_line(error: Exception) -> str:
-    """What an error says; of one that a DataLoader's worker passed on, without its traceback."""
-    said = str(error)
-    if not re.match(r"Caught \w+ in DataLoader worker", said):
-        return said
-    return re.sub(r"^[\w.]+: ", "", said.strip().splitlines()[-1])
 
 
 def quieten() -> None:
@@ -356,8 +346,9 @@ def main(args: Sequence[str] | None = None) -> Path:
             raise ValueError("which config? train.py CONFIG, such as configs/vit.yaml")
         return TrainCLI(args, config_name(config) if config else "run").train()
     folder = find_resumed(args, config, run)
-    if complete(folder):
-        print(f"{folder} is complete already: see {folder / 'record.json'}", flush=True)
+    record = folder / "record.json"
+    if record.is_file() and read_record(record).get("finished"):
+        print(f"{folder} is complete already: see {record}", flush=True)
         return folder
     config_path = os.fspath(folder / "config.yaml")
     return TrainCLI(["--config", config_path], folder.parent.name, folder).train()

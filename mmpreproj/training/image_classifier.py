@@ -104,13 +104,9 @@ class ImageClassifier(TrainedModule):
         data = self._data()
         self.check_data(data)
         classes = self.classes_of(data)
+        num_classes = self._resolve_num_classes(classes)
         if self.model is None:
-            self._build(self._resolve_num_classes(classes))
-        elif classes is not None and len(classes) != self.num_classes:
-            raise ValueError(
-                f"the model has {self.num_classes} classes, the data have {len(classes)}: "
-                f"{listed(classes)}"
-            )
+            self._build(num_classes)
         if classes is not None and self.classes is not None and classes != self.classes:
             raise ValueError(
                 f"the data's classes are not those the model was trained on, in that order: data "
@@ -136,7 +132,7 @@ class ImageClassifier(TrainedModule):
         if classes is not None and given is not None and given != len(classes):
             raise ValueError(
                 f"num_classes={given}, but the data have {len(classes)} classes: "
-                f"{listed(classes)}; leave num_classes out to follow the data"
+                f"{listed(classes)}; a new model follows the data, where num_classes is left out"
             )
         return given if given is not None else len(classes or ())
 

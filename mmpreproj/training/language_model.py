@@ -39,7 +39,6 @@ __all__ = ["LanguageModel"]
 
 OPTIMIZER, SCHEDULE = OptimizerConfig(), ScheduleConfig()
 EXAMPLES = (4, 256)  # blocks, and tokens of each, kept for the skip's strength on activations
-ADAPTER = "adapter"
 SEED = 0  # of the samples at the end
 
 
@@ -372,12 +371,12 @@ class LanguageModel(TrainedModule):
         """Write the trained parameters as a small folder, and continue the prompts."""
         if reported is None or folder is None:
             return
-        model = reported.evaluated
+        model, adapter = reported.evaluated, folder / "adapter"
         if self.hparams.preproj is not None and self.hparams.freeze_base:
-            print(f"the new parameters: {mmpreproj.save(model, folder / ADAPTER)}", flush=True)
+            print(f"the new parameters: {mmpreproj.save(model, adapter)}", flush=True)
         elif self.hparams.lora is not None:
-            print(f"the new parameters: {folder / ADAPTER}", flush=True)
-            model.save_pretrained(str(folder / ADAPTER), save_embedding_layers=False)
+            print(f"the new parameters: {adapter}", flush=True)
+            model.save_pretrained(str(adapter), save_embedding_layers=False)
         if self.hparams.prompts:
             texts = [
                 continue_text(model, self.tokenizer, prompt, self.hparams.prompt_tokens, SEED + i)

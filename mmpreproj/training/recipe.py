@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from timm.data.mixup import Mixup, mixup_target
-from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from timm.loss import BinaryCrossEntropy
 from timm.optim import create_optimizer_v2, list_optimizers
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
@@ -42,11 +42,15 @@ def as_config(kind: type[Config], value: Config | Mapping[str, Any]) -> Config:
         raise ValueError(f"{kind.__name__}: {error}") from error
 
 
-def _check_nulls(config: Any, where: str) -> None:
-    """YAML's null gets past the parser into fields that take none; name the field."""
+def _check(config: Any, where: str, at_least_0: tuple[str, ...]) -> None:
+    """Raises ValueError for a null in a field that takes none (YAML's gets past the parser), and
+    for what is below 0 and must not be."""
     for field in dataclasses.fields(config):
-        if getattr(config, field.name) is None and "None" not in str(field.type):
+        value = getattr(config, field.name)
+        if value is None and "None" not in str(field.type):
             raise ValueError(f"{where}.{field.name} must be of type {field.type}, found null")
+        if field.name in at_least_0 and value < 0:
+            raise ValueError(f"{where}.{field.name} must be 0 or above, found {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +80,9 @@ class OptimizerConfig:
     opt_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        _check_nulls(self, "optimizer")
+        _check(self, "optimizer", ("weight_decay",))
         if not self.lr > 0 or not math.isfinite(self.lr):
             raise ValueError(f"optimizer.lr must be above 0, found {self.lr}")
-        if self.weight_decay < 0:
-            raise ValueError(
-                f"optimizer.weight_decay must be 0 or above, found {self.weight_decay}"
-            )
         if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
             raise ValueError(f"optimizer.layer_decay must be in (0, 1], found {self.layer_decay}")
 
@@ -120,15 +120,13 @@ class ScheduleConfig:
     k_decay: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_nulls(self, "schedule")
+        lengths = ("warmup_epochs", "warmup_lr", "min_lr", "cooldown_epochs")
+        _check(self, "schedule", lengths)
         if self.sched not in SCHEDULES:
             hint = " (it follows a metric, not the updates)" if self.sched == "plateau" else ""
             raise ValueError(
                 f"schedule.sched must be one of {', '.join(SCHEDULES)}, found {self.sched!r}{hint}"
             )
-        for name in ("warmup_epochs", "warmup_lr", "min_lr", "cooldown_epochs"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"schedule.{name} must be 0 or above, found {getattr(self, name)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,19 +152,15 @@ class MixConfig:
     off_epoch: int | None = None
 
     def __post_init__(self) -> None:
-        _check_nulls(self, "mix")
-        for name in ("mixup", "cutmix"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"mix.{name} must be 0 or above, found {getattr(self, name)}")
+        _check(self, "mix", ("mixup", "cutmix"))
         if self.cutmix_minmax is not None and len(self.cutmix_minmax) != 2:
             raise ValueError(f"mix.cutmix_minmax must be [low, high], found {self.cutmix_minmax}")
 
     @property
     def enabled(self) -> bool:
         """Whether anything is mixed."""
-        return (self.mixup > 0 or self.cutmix > 0 or self.cutmix_minmax is not None) and (
-            self.prob > 0
-        )
+        some = self.mixup > 0 or self.cutmix > 0 or self.cutmix_minmax is not None
+        return some and self.prob > 0
 
 
 class Mixer:
@@ -206,7 +200,7 @@ class Mixer:
 def make_loss(
     mixed: bool, label_smoothing: float, bce: bool, bce_threshold: float | None
 ) -> nn.Module:
-    """The training loss that timm's train.py picks for the same settings.
+    """The training loss that timm's train.py takes with the same settings.
 
     Args:
         mixed: targets arrive soft, and smoothed, from the mixer.
@@ -214,14 +208,10 @@ def make_loss(
         bce: one binary cross-entropy a class instead of a softmax.
         bce_threshold: with bce, soft targets above it become 1, others 0.
     """
+    smoothing = 0.0 if mixed else label_smoothing
     if bce:
-        smoothing = 0.0 if mixed else label_smoothing
         return BinaryCrossEntropy(smoothing=smoothing, target_threshold=bce_threshold)
-    if mixed:
-        return SoftTargetCrossEntropy()
-    if label_smoothing > 0:
-        return LabelSmoothingCrossEntropy(smoothing=label_smoothing)
-    return nn.CrossEntropyLoss()
+    return nn.CrossEntropyLoss(label_smoothing=smoothing)
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -230,23 +220,12 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     Raises:
         ValueError: if timm does not know the optimiser or it does not take a keyword.
     """
-    optional = {
-        "betas": None if config.betas is None else tuple(config.betas),
-        "eps": config.eps,
-        "layer_decay": config.layer_decay,
-        **(config.opt_args or {}),
-    }
-    if config.layer_decay is not None:
-        optional["layer_decay_min_scale"] = config.layer_decay_min_scale
+    given = {**vars(config), **(config.opt_args or {})}
+    given = {k: v for k, v in given.items() if v is not None and k != "opt_args"}
+    if "betas" in given:
+        given["betas"] = tuple(given["betas"])
     try:
-        return create_optimizer_v2(
-            model,
-            opt=config.opt,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            momentum=config.momentum,
-            **{name: value for name, value in optional.items() if value is not None},
-        )
+        return create_optimizer_v2(model, **given)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         known = config.opt.lower() in list_optimizers()
         hint = "" if known else f"; timm knows {', '.join(list_optimizers())}"
@@ -298,20 +277,12 @@ def make_schedule(
     decay = config.decay_epochs
     fraction = decay is not None and decay < 1 and config.sched in ("wsd", "rsqrt")
     # An "epoch" of timm's factory is one update here, so that every length is a whole number.
-    scheduler, _ = create_scheduler_v2(
-        optimizer,
-        sched=config.sched,
-        num_epochs=length,
-        decay_epochs=decay if decay is None or fraction else max(1, updates(decay)),
-        decay_milestones=[updates(epoch) for epoch in config.decay_milestones],
-        cooldown_epochs=cooldown,
-        decay_rate=config.decay_rate,
-        min_lr=config.min_lr,
-        warmup_lr=config.warmup_lr,
-        warmup_epochs=warmup,
-        warmup_prefix=config.warmup_prefix,
-        k_decay=config.k_decay,
-        step_on_epochs=False,
-        updates_per_epoch=1,
-    )
-    return scheduler
+    lengths = {
+        "num_epochs": length,
+        "decay_epochs": decay if decay is None or fraction else max(1, updates(decay)),
+        "decay_milestones": [updates(epoch) for epoch in config.decay_milestones],
+        "cooldown_epochs": cooldown,
+        "warmup_epochs": warmup,
+    }
+    given = {**vars(config), **lengths, "step_on_epochs": False, "updates_per_epoch": 1}
+    return create_scheduler_v2(optimizer, **given)[0]

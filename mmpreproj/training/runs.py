@@ -370,16 +370,15 @@ def print_summary(record: dict[str, Any], folder: Path, headline: list[list[str]
     """What a run came to, on one screen."""
     chosen, training, counts = (record[key] for key in ("checkpoint", "training", "parameters"))
     epoch = "–" if chosen["epoch"] is None else chosen["epoch"] + 1
-    speeds = [(k.removesuffix("_per_second"), v) for k, v in training.items() if "_per_" in k]
-    told = {
-        "weights": f"{chosen['which']} ({chosen['weights']} weights, epoch {epoch} of "
-        f"{record['epochs']})",
-        "parameters": "–"
-        if counts is None
-        else f"{counts['total']:,} ({counts['new']:,} new, {counts['trainable']:,} trained)",
-        "training": f"{training['seconds']:.1f} s"
-        + "".join(f", {speed:,.0f} {what}/s" for what, speed in speeds if speed is not None),
-        "run": str(folder),
-    }
-    rows = [*headline, *map(list, told.items())]
+    of = f"{chosen['weights']} weights, epoch {epoch} of {record['epochs']}"
+    parameters = "–"
+    if counts is not None:
+        new, trained = f"{counts['new']:,} new", f"{counts['trainable']:,} trained"
+        parameters = f"{counts['total']:,} ({new}, {trained})"
+    told = f"{training['seconds']:.1f} s"
+    for name, speed in training.items():
+        if name.endswith("_per_second") and speed is not None:
+            told += f", {speed:,.0f} {name.removesuffix('_per_second')}/s"
+    rows = [["weights", f"{chosen['which']} ({of})"], ["parameters", parameters]]
+    rows = [*headline, *rows, ["training", told], ["run", str(folder)]]
     print_table(f"{record['name']}, seed {record['seed']}", rows)

@@ -243,9 +243,8 @@ class VideoClassifier(ImageClassifier):
 
     def scores(self, pixels: Tensor) -> list[tuple[str, Tensor, list[str]]]:
         assert self.label_sets is not None
-        scores = [of_set[0].exp() for of_set in self.log_probabilities(pixels)]
-        named = zip(self.label_sets.items(), scores, strict=True)
-        return [(name, found, classes) for (name, classes), found in named]
+        named = zip(self.label_sets.items(), self.log_probabilities(pixels), strict=True)
+        return [(name, found[0].exp(), classes) for (name, classes), found in named]
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
@@ -281,13 +280,9 @@ def retimed(clips: Tensor, how: str, seeds: Sequence[int]) -> Tensor:
         return clips[:, :, :, frames // 2 : frames // 2 + 1].expand_as(clips)
     assert how == "shuffled", how
     draws = [torch.Generator().manual_seed(seed) for seed in seeds]
-    orders = [torch.randperm(frames, generator=draw) for draw in draws]
-    return torch.stack(
-        [
-            clip.index_select(2, order.to(clip.device))
-            for clip, order in zip(clips, orders, strict=True)
-        ]
-    )
+    orders = [torch.randperm(frames, generator=draw).to(clips.device) for draw in draws]
+    shuffled = zip(clips, orders, strict=True)
+    return torch.stack([clip.index_select(2, order) for clip, order in shuffled])
 
 
 def _accuracies(metrics: Mapping[str, Any]) -> list[tuple[str, Any]]:
