@@ -12,21 +12,27 @@ from mmpreproj.attach import (
 )
 from mmpreproj.backbones import video as _video  # noqa: F401  registers the timm models
 from mmpreproj.backbones import vit as _vit  # noqa: F401
+from mmpreproj.describe import Description, describe
 from mmpreproj.preproj import PreProj, PreProjConfig
 from mmpreproj.saving import load, save
+from mmpreproj.verify import Verification, verify
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Description",
     "PreProj",
     "PreProjConfig",
+    "Verification",
     "attach",
     "attach_block",
+    "describe",
     "detach",
     "freeze_base",
     "load",
     "preproj_modules",
     "save",
+    "verify",
 ]
 
 

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmpreproj.blocks import CROSS
 from mmpreproj.preproj import PreProj, PreProjConfig
 from mmpreproj.reading import width_of
-from mmpreproj.sites import Site, block_sites, find_sites
+from mmpreproj.sites import Found, Site, block_sites, chosen, find
 from mmpreproj.swap import (
     AttentionSwap,
     BlockSwap,
@@ -78,7 +79,8 @@ def attach(model: nn.Module, config: PreProjConfig | None = None) -> nn.Module:
         TypeError: if `config` is no PreProjConfig.
     """
     config = _checked(config)
-    _attach(model, config, find_sites(_attachable(model, config), config))
+    found = find(_attachable(model, config), config)
+    _attach(model, config, chosen(found, config), found)
     return model
 
 
@@ -87,7 +89,7 @@ def attach_block(block: nn.Module, config: PreProjConfig | None = None) -> nn.Mo
     config = _checked(config)
     if config.layers is not None or config.attention is not None:
         raise ValueError("attach_block takes one known block: layers and attention must be None")
-    _attach(block, config, block_sites(_attachable(block, config)))
+    _attach(block, config, block_sites(_attachable(block, config)), Found())
     return block
 
 
@@ -111,11 +113,14 @@ def _attachable(model: nn.Module, config: PreProjConfig) -> nn.Module:
     return model
 
 
-def _attach(model: nn.Module, config: PreProjConfig, sites: list[Site]) -> None:
+def _attach(model: nn.Module, config: PreProjConfig, sites: list[Site], found: Found) -> None:
     new = {site.attention: make_preproj(model, site, config) for site in sites}
     swap_all(model, plan_swaps(model, sites, new, config.content_skip))
     model.preproj_attachment = dataclasses.replace(attachment_of(model), config=config)
     report(model, sites)
+    for told in found.told():
+        level = logging.INFO if told.endswith(CROSS) else logging.WARNING
+        _logger.log(level, "%s: %s", type(model).__name__, told)
 
 
 Swaps = dict[str, tuple[type, dict[str, Any]]]

@@ -31,6 +31,9 @@ _SOFTMAX = re.compile(
 _CHANNELS = re.compile(r"XCA|CrossCov|Channel")
 
 
+CROSS = "it is a cross-attention"
+
+
 class NoSite(Exception):
     """An attention that cannot take the method; the message says why."""
 
@@ -90,6 +93,12 @@ class _Block:
                     raise NoSite("what it reads or adds to is not the same wherever it runs")
             except NoSite as error:
                 left.setdefault(path, str(error))
+        for value in self.reader.values:
+            unread = value.op == "call" and isinstance(value.key, str)
+            if unread and re.search(
+                "att", class_of(self.block.get_submodule(value.module)).__name__, re.I
+            ):
+                left.setdefault(value.module, f"its forward cannot be read: {value.key}")
         rules = [rule for _, rule in sorted(found.values(), key=lambda item: item[0])]
         inside = [rule.attention for rule in rules]
         return rules, [
@@ -169,7 +178,7 @@ class _Block:
                         groups[origin].append(name)
             for origin, names in groups.items():
                 if len(sources) > 1 and all(of[origin] & source for source in sources):
-                    if _CHANNELS.search(class_of(self.block.get_submodule(path)).__name__):
+                    if _CHANNELS.search(_class_name(self.block, path)):
                         raise NoSite("it attends across channels, not tokens")
                     parts = {
                         v
@@ -185,7 +194,11 @@ class _Block:
             raise NoSite("it is computed in the block's own forward, with no module to attach to")
         if sources[0] & sources[1] & {v for v in self.reader.values if v.op == "input"}:
             raise NoSite("its q, k and v read no one input")
-        raise NoSite("it is a cross-attention, or reads keys of another layer")
+        own = sources[0] | {self.reader.first}
+        of_keys = [v.key for v in sources[1] if v.op == "input" and v not in own]
+        if any(re.search("kv|shared", name) for name in of_keys):
+            raise NoSite("it reads the keys and values of another layer")
+        raise NoSite(CROSS)
 
     def rule(self, path: str, names: list[str], entry: Entry) -> SiteRule:
         x_hat = entry.arguments[names[0]]
@@ -203,10 +216,10 @@ class _Block:
         reader = self.first_reader(x_hat, path)
         origin, normed, norm = self.norm_of(x_hat)
         join = self.join(path, branch, chain, total)
+        self.check_width(path, branch, chain, reader)
         moved = join.join is not None and any(v.op == "move" for v in chain[: join.place])
         if moved:
             self.check_layouts(origin, chain[join.place :])
-        self.check_width(path, branch, chain, reader)
         return SiteRule(
             path,
             join=join.join,
@@ -432,6 +445,10 @@ def _factor(chain: list[Value]) -> float:
         if value.op == "scale" and value.number == 0:
             raise NoSite(f"{value.key} is 0, which turns the attention off")
     return math.prod(v.number for v in chain if v.op == "scale")
+
+
+def _class_name(block: nn.Module, path: str) -> str:
+    return class_of(block.get_submodule(path)).__name__
 
 
 def _is_identity(block: nn.Module, path: str) -> bool:

@@ -44,17 +44,21 @@ class PreProjConfig:
         expansion: width of the pre-projection's hidden layer, as a multiple of the model's width.
         pre_projection, content_skip: which of the two parts are added.
         layers: blocks that get the method, counted from 0 within each stack of blocks; negative
-            numbers count from the end. None means all.
+            numbers count from the end. None means all. A mapping gives them by the stack's path,
+            such as ``{"encoder.layers": [-1]}``; stacks that it does not name get none.
         init_std: standard deviation (truncated normal) that W_down and W_skip start with; at 0 the
             model starts bit-identical to its base.
         skip_rank: rank of W_skip; None means full rank.
         dtype: dtype of the new parameters, such as "float32" on a bfloat16 base; None means that of
             the attention's own weights.
-        attention: for architectures that the library does not know: the path of the attention
-            modules, with ``*`` for the block's number, such as ``"encoder.layers.*.attn"``.
-        join: goes with `attention`: the path of the module behind everything that scales or norms
-            the attention branch, whose input the skip is added to, such as
+        attention: for what cannot be read off a model: the path of the attention modules, with
+            ``*`` for each number in it, such as ``"encoder.layers.*.attn"`` or
+            ``"stages.*.blocks.*.attn"``; or several such paths.
+        join: goes with `attention`, one for each: the path of the module behind everything that
+            scales or norms the attention branch, whose input the skip is added to, such as
             ``"encoder.layers.*.drop_path"``. None: it is added to the attention's own output.
+        within: the path of a part of the model, such as ``"model.vision_tower"``: only that part
+            gets the method.
 
     Raises:
         ValueError: naming the field, what it holds and what it takes.
@@ -63,51 +67,75 @@ class PreProjConfig:
     expansion: float = 1.25
     pre_projection: bool = True
     content_skip: bool = True
-    layers: Sequence[int] | None = None
+    layers: Sequence[int] | Mapping[str, Sequence[int]] | None = None
     init_std: float = 0.0
     skip_rank: int | None = None
     dtype: str | None = None
-    attention: str | None = None
-    join: str | None = None
+    attention: str | Sequence[str] | None = None
+    join: str | Sequence[str | None] | None = None
+    within: str | None = None
 
     def __post_init__(self) -> None:
-        rank, attention = self.skip_rank, self.attention
+        rank, layers = self.skip_rank, self.layers
         if isinstance(self.dtype, torch.dtype):
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
-        if isinstance(self.layers, Sequence) and not isinstance(self.layers, str):
-            object.__setattr__(self, "layers", tuple(self.layers))
-        whole = isinstance(self.layers, tuple) and all(type(layer) is int for layer in self.layers)
+        for name in ("layers", "attention", "join"):
+            object.__setattr__(self, name, _tuple(getattr(self, name)))
+        if isinstance(layers, Mapping):
+            of_stacks = {path: _tuple(numbers) for path, numbers in layers.items()}
+            object.__setattr__(self, "layers", of_stacks)
+        whole = all(
+            isinstance(each, tuple) and each and all(type(layer) is int for layer in each)
+            for each in (self.layers.values() if isinstance(layers, Mapping) else (self.layers,))
+        )
+        starred = all(map(_has_star, self.attentions))
+        joined = all(join is None or isinstance(join, str) for join in self.joins)
         for name, holds, what in (
             ("pre_projection", isinstance(self.pre_projection, bool), "True or False"),
             ("content_skip", isinstance(self.content_skip, bool), "True or False"),
             ("expansion", _is_finite(self.expansion) and self.expansion > 0, "a number above 0"),
             ("init_std", _is_finite(self.init_std) and self.init_std >= 0, "a number from 0 on"),
             ("skip_rank", rank is None or (type(rank) is int and rank > 0), "1 or above, or None"),
-            ("layers", self.layers is None or (self.layers and whole), "block numbers, or None"),
+            ("layers", layers is None or (self.layers and whole), "block numbers, or None"),
             ("dtype", self.dtype is None or _is_float(self.dtype), "a floating-point torch dtype"),
-            (
-                "attention",
-                attention is None or _has_star(attention),
-                "a path with a * for the block",
-            ),
-            ("join", self.join is None or isinstance(self.join, str), "a path, or None"),
+            ("attention", starred, "a path with a * for the block"),
+            ("join", joined, "a path, or None"),
+            ("within", self.within is None or isinstance(self.within, str), "a path, or None"),
         ):
             if not holds:
                 raise ValueError(f"{name} must be {what}, found {short(getattr(self, name))}")
         if rank is not None and not self.content_skip:
             raise ValueError(f"skip_rank={rank} needs content_skip=True")
-        if self.join is not None and attention is None:
+        if self.join is not None and self.attention is None:
             raise ValueError(f"join={self.join!r} goes with attention=, which is None")
+        if len(self.joins) != len(self.attentions):
+            raise ValueError(f"join={self.join!r} must be one for each of {self.attentions}")
 
     @property
     def enabled(self) -> bool:
         """Whether either part is on."""
         return self.pre_projection or self.content_skip
 
+    @property
+    def attentions(self) -> tuple[str, ...]:
+        """The paths by hand, one or several."""
+        held = self.attention
+        return () if held is None else held if isinstance(held, tuple) else (held,)
+
+    @property
+    def joins(self) -> tuple[str | None, ...]:
+        """The join of each of `attentions`."""
+        held = self.join
+        return held if isinstance(held, tuple) else (held,) * len(self.attentions)
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain types, for JSON and checkpoints."""
         fields = dataclasses.asdict(self)
-        fields["layers"] = None if self.layers is None else list(self.layers)
+        for name in ("layers", "attention", "join"):
+            if isinstance(fields[name], tuple):
+                fields[name] = list(fields[name])
+        if isinstance(self.layers, dict):
+            fields["layers"] = {path: list(numbers) for path, numbers in self.layers.items()}
         return fields
 
     @classmethod
@@ -123,6 +151,11 @@ class PreProjConfig:
 def _is_finite(value: Any) -> bool:
     # compared, as math.isfinite cannot take an integer above all floats
     return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+
+
+def _tuple(held: Any) -> Any:
+    """A list as a tuple, and anything else as it is."""
+    return tuple(held) if isinstance(held, Sequence) and not isinstance(held, str) else held
 
 
 def _has_star(path: Any) -> bool:

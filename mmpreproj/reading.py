@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmpreproj.source import MOST_STEPS, Super, Unknown, Unreadable, Walker
+from mmpreproj.source import MOST_STEPS, Raises, Super, Unknown, Unreadable, Walker
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,6 +47,13 @@ class Value(Unknown):
     module: str | None = None
     key: Any = None
     number: float = 1.0
+
+    @property
+    def fixed(self) -> bool:
+        """Whether it comes of parameters alone."""
+        return self.op in ("other", "scale", "weigh", "shape", "move", "add") and all(
+            value.fixed for value in self.inputs
+        )
 
     def __repr__(self) -> str:
         return f"<{self.order} {self.op} {self.module or ''} {self.key or ''} {self.line}>"
@@ -135,10 +142,9 @@ class Reader(Walker):
         (own, _), *parameters = inspect.signature(forward).parameters.items()
         names: dict[str, Any] = {own: root}
         for name, parameter in parameters:
-            if parameter.kind is parameter.VAR_POSITIONAL:
-                raise Unreadable(f"it takes *{name}")
-            names[name] = {}
-            if parameter.kind is not parameter.VAR_KEYWORD:
+            rest = {parameter.VAR_POSITIONAL: (), parameter.VAR_KEYWORD: {}}
+            names[name] = rest.get(parameter.kind)
+            if parameter.kind not in rest:
                 names[name] = self.value("input", key=name)
                 if parameter.default is not parameter.empty:
                     self.optional.add(names[name])
@@ -215,7 +221,7 @@ class Reader(Walker):
             return self.value("add", a, self.binary(operator.mul, b, -1))
         if op is operator.matmul:
             return self.value("matmul", a, b)
-        fixed = [not isinstance(v, Value) or v.op == "other" and not v.inputs for v in (a, b)]
+        fixed = [not isinstance(v, Value) or v.fixed for v in (a, b)]
         if op in (operator.mul, operator.truediv) and any(fixed) and not all(fixed):
             known = b if fixed[1] else a
             if isinstance(known, (int, float)) and (isinstance(a, Value) or op is operator.mul):
@@ -238,7 +244,7 @@ class Reader(Walker):
         try:
             return getattr(of, name)
         except AttributeError as error:
-            raise Unreadable(f"{type(of).__name__} has no {name!r}, {self.line}") from error
+            raise Raises(f"{type(of).__name__} has no {name!r}, {self.line}") from error
 
     def _of_super(self, of: Super, name: str) -> Any:
         mro = class_of(of.of).__mro__ if isinstance(of.of, nn.Module) else ()
@@ -260,7 +266,7 @@ class Reader(Walker):
             simple = isinstance(key, (int, str))
             if whole and simple:
                 return self.value("item", of, key=key)
-            return self.value("move", of, key="part")
+            return self.value("move", of, key, key=None if self.has_unknown((key,)) else "part")
         if isinstance(of, Tensor) or self.has_unknown((key,)):
             return self.unknown(of, key)
         if isinstance(of, dict) and key not in of:
@@ -334,12 +340,21 @@ class Reader(Walker):
         return self.operation(name, args, kwargs)
 
     def call_function(self, function: Any, args: list, kwargs: dict, owner: Any = None) -> Any:
+        return self.run(function, self.bound(function, args, kwargs), owner)
+
+    def bound(self, function: Any, args: list, kwargs: dict) -> dict[str, Any]:
+        """Arguments by name. One that is missing comes with the *args or **kwargs that are read."""
         try:
-            bound = inspect.signature(function).bind(*args, **kwargs)
+            signature = inspect.signature(function)
+            found = signature.bind_partial(*args, **kwargs)
         except (TypeError, ValueError) as error:
-            raise Unreadable(f"{function.__name__} is called otherwise: {error}") from error
-        bound.apply_defaults()
-        return self.run(function, dict(bound.arguments), owner)
+            raise Unreadable(f"it is called otherwise than it is defined: {error}") from error
+        found.apply_defaults()
+        for name in signature.parameters:
+            if name not in found.arguments:
+                found.arguments[name] = self.value("input", key=name)
+                self.first = self.first or found.arguments[name]
+        return {name: found.arguments[name] for name in signature.parameters}
 
     def operation(self, name: str, args: list, kwargs: dict) -> Any:
         """A function of torch, or a method of a tensor."""
@@ -382,15 +397,16 @@ class Reader(Walker):
         """Read into a module: what enters it and what leaves it is marked."""
         kept = len(self.values), len(self.entries), list(self.scope), self.depth
         try:
-            bound = inspect.signature(forward_of(module)).bind(module, *args, **kwargs)
-            bound.apply_defaults()
-            (own, _), *given = bound.arguments.items()
+            (own, _), *given = self.bound(forward_of(module), [module, *args], kwargs).items()
             self.scope.append(path)
             entry = Entry(path, {}, [name for name, _ in given])
             entry.arguments = {name: self._marked(v, "enter", path, name) for name, v in given}
             self.entries.append(entry)
             output = body({own: module, **entry.arguments})
         except (Unreadable, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+            if isinstance(error, Raises):
+                self.scope = kept[2]
+                raise
             if self.steps > MOST_STEPS:
                 raise
             del self.values[kept[0] :], self.entries[kept[1] :]

@@ -16,6 +16,7 @@ from mmpreproj.architectures import SiteRule, class_name, rules_of
 from mmpreproj.blocks import Left, mentions_attention, read_block
 from mmpreproj.messages import listed, nearest
 from mmpreproj.preproj import PreProjConfig
+from mmpreproj.reading import class_of
 
 __all__ = ["Site", "block_sites", "find_sites"]
 
@@ -69,6 +70,47 @@ class Found:
     left: list[Left] = dataclasses.field(default_factory=list)
     without: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
 
+    def under(self, prefix: str) -> Found:
+        """The same for a model that holds this one at a path."""
+
+        def put(site: Site) -> Site:
+            paths = {
+                name: prefix + getattr(site, name)
+                for name in ("attention", "join", "norm", "reader")
+                if getattr(site, name) is not None
+            }
+            return dataclasses.replace(site, block=f"{prefix}{site.block}".rstrip("."), **paths)
+
+        def named(path: str) -> str:
+            return f"{prefix}{path}".rstrip(".")
+
+        return Found(
+            {
+                named(stack): {named(path): [*map(put, sites)] for path, sites in blocks.items()}
+                for stack, blocks in self.stacks.items()
+            },
+            [Left(prefix + each.attention, each.why) for each in self.left],
+            {
+                named(stack): {named(path): cls for path, cls in blocks.items()}
+                for stack, blocks in self.without.items()
+            },
+        )
+
+    def told(self) -> list[str]:
+        """What is left out, a sentence for each kind."""
+        why: dict[tuple[str, str], list[str]] = {}
+        for each in self.left:
+            why.setdefault((starred(each.attention), each.why), []).append(each.attention)
+        told = [
+            f"left out: {starred} ({len(paths)}), {reason}"
+            for (starred, reason), paths in why.items()
+        ]
+        for stack, blocks in self.without.items():
+            numbers = listed([path.rpartition(".")[2] for path in blocks], 60)
+            classes = listed(sorted({name.rpartition(".")[2] for name in blocks.values()}))
+            told.append(f"without softmax attention that takes it: {stack} {numbers} ({classes})")
+        return told
+
 
 def find_sites(model: nn.Module, config: PreProjConfig) -> list[Site]:
     """The self-attentions of `model` that `config` asks for, in order of execution.
@@ -82,24 +124,38 @@ def find_sites(model: nn.Module, config: PreProjConfig) -> list[Site]:
 
 def find(model: nn.Module, config: PreProjConfig) -> Found:
     """Every self-attention of `model`. Raises as `find_sites`."""
+    part = model
+    if config.within is not None:
+        part = dict(model.named_modules()).get(config.within)
+        if part is None:
+            near = nearest(config.within, dict(model.named_modules()), cutoff=0.3)
+            raise ValueError(f"within={config.within!r} is no module; the nearest are {near}")
     if config.attention is not None:
-        return _by_hand(model, config.attention, config.join)
-    found = survey(model)
-    if not found.stacks:
-        raise ValueError(_nothing(model, found))
-    return found
+        found = _by_hand(part, config)
+    else:
+        found = survey(part)
+        if not found.stacks:
+            raise ValueError(_nothing(part, found))
+    return found if config.within is None else found.under(f"{config.within}.")
 
 
 def chosen(found: Found, config: PreProjConfig) -> list[Site]:
     """The sites of the blocks that `config.layers` asks for."""
     sites: list[Site] = []
+    by_stack = config.layers if isinstance(config.layers, dict) else None
+    unknown = [stack for stack in by_stack or () if stack not in found.stacks]
+    if unknown:
+        raise ValueError(f"layers: {unknown[0]!r} is no stack; they are {list(found.stacks)}")
     for stack, blocks in found.stacks.items():
+        if by_stack is not None and stack not in by_stack:
+            continue
+        layers = config.layers if by_stack is None else by_stack[stack]
         in_order = list(blocks.values())
-        for index in _chosen(config.layers, len(in_order)):
-            if not in_order[index] and config.layers is not None:
+        for index in _chosen(layers, len(in_order)):
+            if not in_order[index] and layers is not None:
                 having = [i for i, block in enumerate(in_order) if block]
                 raise ValueError(
-                    f"layers={list(config.layers)}: block {index} of {stack!r} has no "
+                    f"layers={list(layers)}: block {index} of {stack!r} has no "
                     f"self-attention; those that have one are {listed(having, 40)}"
                 )
             sites.extend(in_order[index])
@@ -201,12 +257,13 @@ def _blocks_around(path: str, modules: dict[str, nn.Module]) -> Iterator[str]:
         path, _, name = path.rpartition(".")
         parents.append(path)
     numbered = [p for p in parents if _is_numbered(p, modules)]
-    # the innermost element of a list of blocks, or else the modules right around the attention
-    yield from dict.fromkeys([*numbered[:2], *[p for p in parents if not _is_list(modules[p])][:2]])
+    # the innermost element of a stack of blocks, or else the modules right around the attention
+    yield from numbered[:2] or [p for p in parents if not _is_list(modules[p])][:2]
 
 
 def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+    """Whether a module only holds others."""
+    return isinstance(module, nn.Sequential) or class_of(module).forward is nn.Module.forward
 
 
 def _is_numbered(path: str, modules: dict[str, nn.Module]) -> bool:
@@ -245,23 +302,60 @@ def _site(block: nn.Module, path: str, rule: SiteRule, rank: int) -> Site:
     )
 
 
-def _by_hand(model: nn.Module, attention: str, join: str | None) -> Found:
-    """The sites by block, for paths with a * that the user gave."""
-    names = [name for name, _ in model.named_modules()]
-    pattern = re.compile(re.escape(attention).replace(r"\*", r"(\d+)"))
-    numbers = [match[1] for match in map(pattern.fullmatch, names) if match]
-    if not numbers:
-        near = nearest(attention.replace("*", "0"), names, cutoff=0.3)
-        raise ValueError(f"attention={attention!r} matches no module; the nearest are {near}")
-    stack: dict[str, list[Site]] = {}
+def _by_hand(model: nn.Module, config: PreProjConfig) -> Found:
+    """The sites by stack and block, for paths with stars that the user gave."""
+    modules = dict(model.named_modules())
+    found = Found()
+    for attention, join in zip(config.attentions, config.joins, strict=True):
+        pattern = re.compile(re.escape(attention).replace(r"\*", r"(\d+)"))
+        matches = [match for match in map(pattern.fullmatch, modules) if match]
+        if not matches:
+            near = nearest(attention.replace("*", "0"), modules, cutoff=0.3)
+            raise ValueError(f"attention={attention!r} matches no module; the nearest are {near}")
+        for match in matches:
+            path = match.string
+            block = path[: match.end(len(match.groups()))]
+            behind = None if join is None else _filled(join, match.groups())
+            if behind is not None and behind not in modules:
+                raise ValueError(f"join={join!r} matches no module: there is no {behind!r}")
+            blocks = found.stacks.setdefault(block.rpartition(".")[0], {})
+            held = blocks.setdefault(block, [])
+            held.append(_given(modules, block, path, behind, len(held)))
+    return found
+
+
+def _filled(path: str, numbers: tuple[str, ...]) -> str:
     for number in numbers:
-        attention_path = attention.replace("*", number)
-        join_path = None if join is None else join.replace("*", number)
-        if join_path is not None and join_path not in names:
-            raise ValueError(f"join={join!r} matches no module: there is no {join_path!r}")
-        block = attention[: attention.index("*") + 1].replace("*", number)
-        stack[block] = [Site(block, attention_path, join_path)]
-    return Found(stacks={attention.partition("*")[0].rstrip("."): stack})
+        path = path.replace("*", number, 1)
+    return path
+
+
+def _given(
+    modules: dict[str, nn.Module], block: str, attention: str, join: str | None, rank: int
+) -> Site:
+    """A site at paths by hand, with what can be read of it.
+
+    Raises:
+        ValueError: if it can be read that the branch is scaled behind the path that was given, or
+            that the attention's width changes.
+    """
+    inner = [path.removeprefix(f"{block}.") for path in modules if path.startswith(f"{attention}.")]
+    rules, left = read_block(modules[block], [attention.removeprefix(f"{block}."), *inner])
+    for each in left:
+        if f"{block}.{each.attention}" == attention and "channels and returns" in each.why:
+            raise ValueError(f"{attention!r} cannot take the method: {each.why}")
+    for rule in rules:
+        site = _site(modules[block], block, rule, rank)
+        if site.attention == attention:
+            if join is None and site.join is not None:
+                raise ValueError(
+                    f"attention={starred(attention)!r}: its branch is scaled or normed before it "
+                    f"is added to the residual stream. Give join={starred(site.join)!r} too, or "
+                    "no paths at all: this block can be read"
+                )
+            same = join == site.join
+            return site if same else Site(block, attention, join, reads=rule.reads, rank=rank)
+    return Site(block, attention, join, rank=rank)
 
 
 def _chosen(layers: tuple[int, ...] | None, depth: int) -> list[int]:
@@ -282,7 +376,7 @@ def _chosen(layers: tuple[int, ...] | None, depth: int) -> list[int]:
 
 def _nothing(model: nn.Module, found: Found) -> str:
     """What to say of a model without a self-attention that can take the method."""
-    why = "; ".join(dict.fromkeys(f"{_starred(each.attention)}: {each.why}" for each in found.left))
+    why = "; ".join(dict.fromkeys(f"{starred(each.attention)}: {each.why}" for each in found.left))
     blocks = sorted(set(_repeated_classes(model)) or {class_name(type(model))})
     reason = f" What looks like attention is left out ({why})." if why else ""
     return (
@@ -294,7 +388,7 @@ def _nothing(model: nn.Module, found: Found) -> str:
     )
 
 
-def _starred(path: str) -> str:
+def starred(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 

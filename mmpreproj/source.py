@@ -26,6 +26,10 @@ class Unreadable(Exception):
     """A source that is missing, too long, or does what cannot be followed."""
 
 
+class Raises(Unreadable):
+    """A way that ends in an error: it is not taken where there is another."""
+
+
 class Unknown:
     """What is computed from an input."""
 
@@ -144,7 +148,7 @@ class Walker:
         finally:
             self.line, self.depth = line, self.depth - 1
         if not frame.returned:
-            raise Unreadable(f"{getattr(frame.function, '__name__', 'a call')} raises an error")
+            raise Raises(f"{getattr(frame.function, '__name__', 'a call')} raises an error")
         return functools.reduce(self.either, frame.returned)
 
     def call_local(self, local: Local, args: list, kwargs: dict) -> Any:
@@ -278,9 +282,12 @@ class Walker:
         """Take each way from the same names; afterwards a name holds what any way left in it."""
         before, after = frame.names, []
         for way in ways:
-            frame.names = dict(before)
-            if way():
-                after.append(frame.names)
+            frame.names, depth = dict(before), self.depth
+            try:
+                if way():
+                    after.append(frame.names)
+            except Raises:
+                self.depth = depth
         frame.names = before
         if after:
             every = dict.fromkeys(name for names in after for name in names)

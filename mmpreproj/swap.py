@@ -58,15 +58,16 @@ class AttentionSwap(Swapped):
     preproj_place: tuple[int, int]  # levels below its block, rank within it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, x_hat = list(args), None
-        for place, name in self.preproj_reads or ((0, "hidden_states"),):
-            holder, key = (kwargs, name) if name in kwargs else (args, place)
-            if place >= len(args) and name not in kwargs:
-                continue
-            if x_hat is None:
-                x_hat = holder[key]
-                x_tilde = self.preproj(x_hat)
-            holder[key] = x_tilde
+        args = list(args)
+        given = [*enumerate(args), *kwargs.items()]
+        first = next(((key, v) for key, v in given if isinstance(v, Tensor)), (0, None))
+        reads = [name if name in kwargs else place for place, name in self.preproj_reads]
+        reads = [key for key, _ in given if key in reads] or [first[0]]
+        x_hat = dict(given)[reads[0]]
+        x_tilde = self.preproj(x_hat)
+        for key, value in given:
+            if key in reads or value is x_hat:  # q, k and v may be given one by one
+                (kwargs if isinstance(key, str) else args)[key] = x_tilde
         branch = super().forward(*args, **kwargs)
         if self.preproj.skip is None:
             return branch

@@ -24,8 +24,8 @@ class PreProjPeftConfig(PeftConfig):
     """`mmpreproj.PreProjConfig` as a PEFT config: the same fields, and PEFT's own.
 
     Args:
-        expansion, pre_projection, content_skip, layers, init_std, skip_rank, attention, join: as in
-            `PreProjConfig`.
+        expansion, pre_projection, content_skip, layers, init_std, skip_rank, attention, join,
+            within: as in `PreProjConfig`.
         dtype: as in `PreProjConfig`; PEFT raises float16 and bfloat16 to float32 afterwards unless
             told `autocast_adapter_dtype=False`.
         modules_to_save: modules, such as ["head"], of which each adapter trains a copy that is
@@ -39,12 +39,13 @@ class PreProjPeftConfig(PeftConfig):
     expansion: float = 1.25
     pre_projection: bool = True
     content_skip: bool = True
-    layers: Sequence[int] | None = None
+    layers: Sequence[int] | Mapping[str, Sequence[int]] | None = None
     init_std: float = 0.0
     skip_rank: int | None = None
     dtype: str | None = None
-    attention: str | None = None
-    join: str | None = None
+    attention: str | Sequence[str] | None = None
+    join: str | Sequence[str | None] | None = None
+    within: str | None = None
     modules_to_save: list[str] | None = None
     target_modules: None = None
 
