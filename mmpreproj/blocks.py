@@ -19,6 +19,8 @@ from torch import nn
 from mmpreproj.architectures import SiteRule
 from mmpreproj.reading import Entry, Reader, Unreadable, Value, class_of, values_in, width_of
 
+__all__ = ["CROSS", "Left", "NoSite", "mentions_attention", "read_block"]
+
 # What passes numbers on as they are; "move" changes which token is where
 _SAME = {"shape", "drop", "either", "enter", "out", "item"}
 _LINEAR = _SAME | {"move", "add", "scale", "weigh"}

@@ -10,6 +10,8 @@ from torch import nn
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.sites import Left, Site, chosen, find, starred
 
+__all__ = ["Description", "describe", "table"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Description:

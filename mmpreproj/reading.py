@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from mmpreproj.source import MOST_STEPS, Raises, Super, Unknown, Unreadable, Walker
 
+__all__ = ["Entry", "Reader", "Value", "class_of", "forward_of", "values_in", "width_of"]
+
 
 @dataclasses.dataclass(eq=False)
 class Value(Unknown):

@@ -18,7 +18,7 @@ from mmpreproj.messages import listed, nearest
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.reading import class_of
 
-__all__ = ["Site", "block_sites", "find_sites"]
+__all__ = ["Found", "Site", "block_sites", "chosen", "find", "find_sites", "starred", "survey"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,8 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any
 
+__all__ = ["Local", "MOST_STEPS", "Raises", "Super", "Unknown", "Unreadable", "Walker", "source_of"]
+
 MOST_STEPS = 60_000  # statements and expressions that one reading takes
 MOST_TURNS = 16  # of a loop over something that is known
 DEEPEST = 24  # calls within calls

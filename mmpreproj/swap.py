@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from mmpreproj.preproj import PreProj
 
-__all__ = ["AttentionSwap", "BlockSwap", "Handoff", "JoinOutputSwap", "JoinSwap", "Swapped"]
-__all__ += ["swap", "swap_back"]
+__all__ = ["AttentionSwap", "BlockSwap", "CarrySwap", "Handoff", "JoinOutputSwap", "JoinSwap"]
+__all__ += ["NormSwap", "Swapped", "swap", "swap_back"]
 
 
 class Handoff(threading.local):

@@ -16,6 +16,8 @@ from mmpreproj.describe import table
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.sites import Site, find_sites
 
+__all__ = ["Checked", "Verification", "verify"]
+
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # relative; 0.05 of the shorter formats
 
 
