@@ -140,9 +140,9 @@ ARC = {"question": "What?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}
         (read_lambada, '{"context": "It was"}', "line 2: no 'text' among .*'context'.*columns are"),
         (read_lambada, '{"context": "It", "continuation": " "}', "line 2: .*continuation is empty"),
         (read_lambada, '{"text": 3}', "line 2: 'text' must be text, found 3"),
-        (read_lambada, '{"text": "It', "line 2: not JSON"),
-        (read_lambada, '["text"]', "line 2: one JSON object"),
-        (read_lambada, b'{"text": "\xff"}', "line 2: not JSON in UTF-8"),
+        (read_lambada, '{"text": "It', "line 2 is not JSON: .*One object a line"),
+        (read_lambada, '["text"]', "line 2 is list .*'text'.*, where an object is expected"),
+        (read_lambada, b'{"text": "\xff"}', "line 2 is not UTF-8: byte 0xff at offset 10"),
         (read_choices, json.dumps(CHOICES | {"gold": 2}), "line 2: .*is 2, but there are 2"),
         (read_choices, json.dumps(CHOICES | {"gold": -1}), "line 2: .*is -1"),
         (read_choices, json.dumps(CHOICES | {"gold": ""}), "line 2: .*part without answers"),
@@ -174,7 +174,7 @@ def test_what_is_no_file_of_items_says_what_would_be(tmp_path):
         read_choices("hf:hellaswag")
     pytest.importorskip("pyarrow")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match="not a parquet file"):
+    with pytest.raises(ValueError, match="broken.parquet cannot be read as parquet"):
         read_choices(tmp_path / "broken.parquet")
 
 

@@ -21,20 +21,12 @@ context ends with it, or the continuation begins with it.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
-
-from mmpreproj.messages import need
+from typing import Any, TypeVar
 
 __all__ = ["ChoiceItem", "LambadaItem", "read_choices", "read_lambada"]
-
-HUB = "hf:"
-_JSON = (".jsonl", ".json", ".ndjson")
-_PACKED = (".gz", ".bz2", ".xz")
 
 Row = Mapping[str, Any]
 Item = TypeVar("Item")
@@ -68,12 +60,8 @@ class ChoiceItem:
     always: bool = False
 
     def pairs(self) -> list[tuple[str, str]]:
-        def behind(choice: str) -> str:
-            if self.always:
-                return self.delimiter + choice
-            return _behind(self.context, choice, self.delimiter)
-
-        return [(self.context, behind(choice)) for choice in self.choices]
+        join = (self.context, self.delimiter, self.always)
+        return [(self.context, _behind(choice, *join)) for choice in self.choices]
 
 
 def read_lambada(source: str | Path, delimiter: str = " ") -> list[LambadaItem]:
@@ -88,7 +76,7 @@ def read_lambada(source: str | Path, delimiter: str = " ") -> list[LambadaItem]:
     def item(row: Row) -> LambadaItem:
         if "continuation" in row:
             context, continuation = _text(row, "context"), _text(row, "continuation")
-            continuation = _behind(context, continuation, delimiter)
+            continuation = _behind(continuation, context, delimiter)
         else:
             context, space, word = _text(row, "text").rstrip("\n").rpartition(" ")
             continuation = space + word
@@ -160,10 +148,10 @@ _FORMS: dict[str, Callable[[Row], tuple[str, Iterable[str], Any]]] = {
 }
 
 
-def _behind(context: str, continuation: str, delimiter: str) -> str:
+def _behind(continuation: str, context: str, delimiter: str, always: bool = False) -> str:
     """The continuation behind the delimiter, unless white space parts the two already."""
     parted = not context or context[-1].isspace() or continuation[:1].isspace()
-    return continuation if parted else delimiter + continuation
+    return continuation if parted and not always else delimiter + continuation
 
 
 def _text(row: Row, name: str) -> str:
@@ -190,59 +178,22 @@ def _read(source: str | Path, make: Callable[[Row], Item], columns: str) -> list
 
 def _rows(source: str) -> Iterator[tuple[str, Row]]:
     """Rows of a source, each with the place to name in an error."""
+    from mmpreproj.data.text.table_rows import JSON_LINES, open_table
+
     path = Path(source).expanduser()
-    if source.startswith(HUB):
+    if source.startswith("hf:"):
         if source.count(":") < 3:  # nobody means the training part
             raise ValueError(
-                f"{source!r}: say which part, as {HUB}NAME:CONFIG:SPLIT, such as {HUB}NAME::test"
+                f"{source!r}: say which part, as hf:NAME:CONFIG:SPLIT, such as hf:NAME::test"
             )
-        from mmpreproj.hub_cache import hub_dataset
-
-        table = hub_dataset(source)
     elif not path.exists():
         raise FileNotFoundError(
             f"there is no file {source}; give a .jsonl or .parquet file, a folder of "
-            f"datasets.save_to_disk, or {HUB}NAME:CONFIG:SPLIT for a data set of the hub"
+            "datasets.save_to_disk, or hf:NAME:CONFIG:SPLIT for a data set of the hub"
         )
-    elif path.is_dir():
-        table = need("datasets", f"reading {path}", "text").load_from_disk(str(path))
-        if isinstance(table, dict):
-            raise ValueError(
-                f"{path} holds several data sets; name the one that is meant: "
-                f"{', '.join(str(path / split) for split in sorted(table))}"
-            )
-    elif path.suffix == ".parquet":
-        try:
-            table = need("pyarrow.parquet", f"reading {path}", "text").read_table(path).to_pylist()
-        except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError
-            raise ValueError(f"{path} is not a parquet file ({error})") from error
-    elif (path.with_suffix("") if path.suffix in _PACKED else path).suffix in _JSON:
-        yield from _json_lines(path)
-        return
-    else:
-        raise ValueError(f"{str(path)!r} is none of {', '.join(_JSON)} (or these .gz, …), .parquet")
-    for number, row in enumerate(table, start=1):
-        yield f"{source}, row {number}", row
-
-
-def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
-    with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            place = f"{path}, line {number}"
-            try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are such
-                raise ValueError(f"{place}: not JSON in UTF-8 ({error})") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{place}: one JSON object a line is expected")
-            yield place, row
-
-
-def _open(path: Path) -> AbstractContextManager[BinaryIO]:
-    if path.suffix not in _PACKED:
-        return open(path, "rb")
-    from mmpreproj.data.text.table_rows import open_bytes
-
-    return open_bytes(path)
+    table = open_table(source if source.startswith("hf:") else str(path))
+    if table is None:
+        raise ValueError(
+            f"{str(path)!r} is none of {', '.join(JSON_LINES)} (or these .gz, …), .parquet"
+        )
+    return table.rows()
