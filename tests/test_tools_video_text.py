@@ -159,8 +159,11 @@ def test_other_evaluations_than_the_configs_on_a_trained_model(language, video_r
     suite.write_text("lambada: {task: lambada}\n")
     with pytest.raises(ValueError, match="EvaluationConfig.*source"):
         evaluate_main([str(run), "--evaluations", str(suite)])
-    suite.write_text("- lambada\n")
+    suite.write_text("lambada: 3\n")
     with pytest.raises(ValueError, match="must map names to evaluations"):
+        evaluate_main([str(run), "--evaluations", str(suite)])
+    suite.write_text("- lambada\n")
+    with pytest.raises(ValueError, match="suite.yaml.*holds .'lambada'., where keys and"):
         evaluate_main([str(run), "--evaluations", str(suite)])
 
 
