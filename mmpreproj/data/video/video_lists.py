@@ -62,16 +62,14 @@ def split_path(root: Path, splits: dict[str, str | None], split: str) -> Path:
     used = [find_split(root, n) for n in (splits["train"], splits["val"]) if n is not None]
     found = {name: find_split(root, name) for name in TEST_NAMES}
     found = {k: path for k, path in found.items() if path is not None and path not in used}
-    which = f"which list or folder of {str(root)!r} is the test split?"
-    if not found:
-        raise NothingToReport(
-            f"{which} none of {list(TEST_NAMES)} is there; say it with test (--data.test)"
-        )
-    if len(found) > 1:
-        raise ValueError(
-            f"{which} several could be it: {sorted(found)}; say it with test (--data.test)"
-        )
-    return next(iter(found.values()))
+    if len(found) == 1:
+        return next(iter(found.values()))
+    several = f"several could be it: {sorted(found)}"
+    raise (ValueError if found else NothingToReport)(
+        f"which list or folder of {str(root)!r} is the test split? "
+        f"{several if found else f'none of {list(TEST_NAMES)} is there'}; say it with test "
+        "(--data.test)"
+    )
 
 
 def read_videos(
