@@ -7,7 +7,6 @@ setup.cfg.
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from mmpreproj.attach import is_within, make_preproj, plan_swaps, report, swap_all
+from mmpreproj.messages import nearest
 from mmpreproj.peft_method.config import AdapterConfigs, PreProjPeftConfig, check_name_is_free
 from mmpreproj.peft_method.layer import NO_MERGE, PreProjLayer
 from mmpreproj.preproj import PreProj
@@ -106,10 +106,9 @@ class PreProjModel(BaseTuner):
         peft_config: PreProjPeftConfig,
         adapter_name: str,
         target: AttentionSwap,
-        target_name: str,
-        parent: nn.Module,
+        *args: Any,
         current_key: str,
-        parameter_name: str | None = None,
+        **kwargs: Any,
     ) -> None:
         # All at once, and not before PEFT has seen whether the model has adapters already: it
         # freezes the base only if there are none.
@@ -171,12 +170,7 @@ class PreProjModel(BaseTuner):
 
     @classmethod
     def _get_adapter_state_dict(
-        cls,
-        model: nn.Module,
-        config: PreProjPeftConfig,
-        adapter_name: str,
-        state_dict: dict[str, Tensor],
-        unwanted_adapter_names: list[str],
+        cls, model: nn.Module, adapter_name: str, state_dict: dict[str, Tensor], **kwargs: Any
     ) -> dict[str, Tensor]:
         return {key: state_dict[key] for key in sorted(_keys(model, adapter_name))}
 
@@ -189,14 +183,11 @@ class PreProjModel(BaseTuner):
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
-        cls,
-        model: nn.Module,
-        config: PreProjPeftConfig,
-        adapter_name: str,
-        state_dict: dict[str, Tensor],
+        cls, model: nn.Module, adapter_name: str, **kwargs: Any
     ) -> dict[str, Tensor]:
         """Also refuses what does not fit, where PEFT warns of missing tensors alone."""
-        named = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        given = {"model": model, "adapter_name": adapter_name, **kwargs}
+        named = super()._remap_adapter_state_dict_for_load(**given)
         faults = {
             "missing": _keys(model, adapter_name) - named.keys(),
             "unknown": named.keys() - model.state_dict().keys(),
@@ -254,7 +245,7 @@ def _check_modules_to_save(
     for target in config.modules_to_save or ():
         found = [path for path in modules if path.endswith(target)]  # as PEFT matches them
         if not found and target not in TASK_HEADS:
-            near = difflib.get_close_matches(target, modules, n=3, cutoff=0.3)
+            near = nearest(target, modules, cutoff=0.3)
             raise ValueError(f"modules_to_save: {target!r} matches no module; nearest are {near}")
         for path in found:
             inside = [site.attention for site in sites if is_within(site.attention, path)]
