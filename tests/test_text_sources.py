@@ -11,7 +11,7 @@ import time
 import pytest
 from text_data import write_lines
 
-from mmpreproj.data.text import TextDataModule, text_pieces
+from mmpreproj.data.text import TextDataModule, text_sources
 from mmpreproj.data.text.text_sources import open_sources, sample_documents
 
 HALVES = {"val": 0.25, "test": 0.25}
@@ -49,7 +49,7 @@ def test_text_is_read_as_utf8_with_one_kind_of_line_end(tmp_path, written, expec
 
 @pytest.mark.parametrize("offset", [0, 7, 1000, 4321])
 def test_invalid_utf8_is_an_error_with_file_and_byte_offset(tmp_path, monkeypatch, offset):
-    monkeypatch.setattr(text_pieces, "PIECE_SIZE", 256)
+    monkeypatch.setattr(text_sources, "PIECE_SIZE", 256)
     data = bytearray(b"abc defg\n" * 600)
     data[offset] = 0xE9  # é in latin-1
     (tmp_path / "latin.txt").write_bytes(bytes(data))

@@ -24,8 +24,8 @@ from mmpreproj.backbones.lm.lm_tokenizer import (
     tokenizer_hash,
     trained_bpe,
 )
-from mmpreproj.data.text import TextDataModule, text_pieces
-from mmpreproj.data.text.text_pieces import Piece, stream_pieces, string_pieces
+from mmpreproj.data.text import TextDataModule, text_sources
+from mmpreproj.data.text.text_sources import Piece, decoded, in_pieces, open_sources
 from mmpreproj.data.text.token_blocks import TokenFile, tokens_of
 
 WHOLE = {"val_fraction": 0.0, "test_fraction": 0.0}
@@ -39,7 +39,7 @@ def module(train, folder, tokenizer=None, **keywords):
 
 def pieces_of(text):
     data = text.encode()
-    return list(stream_pieces(io.BytesIO(data), 0, len(data), "x"))
+    return list(in_pieces(decoded(io.BytesIO(data), 0, len(data), "x")))
 
 
 def split_text(text):
@@ -78,12 +78,13 @@ def texts(n):
         yield "".join(generator.choices(some, k=generator.randint(1, 400)))
 
 
-def test_pieces_are_the_whole_text(monkeypatch):
-    monkeypatch.setattr(text_pieces, "PIECE_SIZE", 32)
+def test_pieces_are_the_whole_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_sources, "PIECE_SIZE", 32)
     for text in texts(300):
-        for found in (split_text(text), [piece.text for piece in string_pieces(text)]):
+        (source,) = open_sources(write_lines(tmp_path / "a.jsonl", [text]), "text")
+        for found in (split_text(text), [piece.text for piece in source.pieces(0, 1)]):
             assert "".join(found) == text.replace("\r\n", "\n").replace("\r", "\n")
-            assert max(map(len, found)) <= 32 * (text_pieces.MAX_PIECES_GROWN + 1)
+            assert max(map(len, found)) <= 32 * (text_sources.MAX_PIECES_GROWN + 1)
 
 
 PROSE = (
@@ -95,7 +96,7 @@ PROSE = (
 def test_tokens_of_pieces_are_those_of_the_whole_text(tmp_path, monkeypatch):
     text = "".join(PROSE[i:] + PROSE for i in range(0, 60, 7))
     tokenizer = trained_bpe(350, [text], tmp_path, "key")
-    monkeypatch.setattr(text_pieces, "PIECE_SIZE", 64)
+    monkeypatch.setattr(text_sources, "PIECE_SIZE", 64)
     found = split_text(text)
     assert len(found) > 40
     ids = [i for piece in encode(tokenizer, found) for i in piece]
@@ -113,7 +114,7 @@ def test_a_mark_that_a_normalizer_puts_before_every_text_is_one_token_a_piece(mo
     rules = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     backend.normalizer = normalizers.Sequence(rules)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    monkeypatch.setattr(text_pieces, "PIECE_SIZE", 16)
+    monkeypatch.setattr(text_sources, "PIECE_SIZE", 16)
     found = split_text("ab " * 40 + "ab")
     ids = [encode(tokenizer, [piece])[0] for piece in found]
     assert len(found) > 5 and {piece[:1] for piece in found[1:]} == {" "}
@@ -123,7 +124,7 @@ def test_a_mark_that_a_normalizer_puts_before_every_text_is_one_token_a_piece(mo
 
 
 def test_words_and_bytes_do_not_depend_on_where_pieces_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_pieces, "PIECE_SIZE", 16)
+    monkeypatch.setattr(text_sources, "PIECE_SIZE", 16)
     tokenizer = trained_bpe(257, ["a"], tmp_path, "key")
     for i, text in enumerate(texts(20)):
         normal = text.replace("\r\n", "\n").replace("\r", "\n")
@@ -246,7 +247,7 @@ import sys, time
 from pathlib import Path
 import mmpreproj.data.text
 heavy = {"datasets", "pyarrow"} & set(sys.modules)
-from mmpreproj.data.text.text_pieces import Piece
+from mmpreproj.data.text.text_sources import Piece
 from mmpreproj.data.text.token_blocks import tokens_of
 from text_data import character_tokenizer
 def pieces():

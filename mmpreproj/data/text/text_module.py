@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from mmpreproj.backbones.lm import load_tokenizer
 from mmpreproj.backbones.lm.lm_tokenizer import (
     BPE_PREFIX,
     borders,
@@ -21,8 +22,7 @@ from mmpreproj.backbones.lm.lm_tokenizer import (
     trained_bpe,
 )
 from mmpreproj.data.loaders import LabelledDataModule
-from mmpreproj.data.text.text_pieces import Piece
-from mmpreproj.data.text.text_sources import Source, open_sources
+from mmpreproj.data.text.text_sources import Piece, Source, open_sources
 from mmpreproj.data.text.token_blocks import TokenBlocks, TokenFile, tokens_of
 from mmpreproj.files import cache_folder
 from mmpreproj.messages import listed
@@ -41,18 +41,18 @@ class TextDataModule(LabelledDataModule):
 
     A batch is {"input_ids": int64 [B, T], "targets": int64 [B, T]}, and targets[t] is the token
     that follows input_ids[t] (-100: nothing to predict); no model must shift them again. Training
-    takes whole blocks in a shuffled order; evaluation scores every token of a part but its very
-    first exactly once, with any number of processes.
+    takes whole blocks in a shuffled order; evaluation scores every token of a split but its
+    very first exactly once, with any number of processes.
 
-    Documents. A row of JSON lines, parquet or a data set is a document, and so is what a part holds
-    of a text file. They follow each other, with BOS before and EOS after each as add_bos and
+    Documents. A row of JSON lines, parquet or a data set is a document, and so is what a split
+    holds of a text file. They follow each other, with BOS before and EOS after each as add_bos and
     add_eos say, and blocks are cut from that stream: attention crosses document borders. Line ends
     become LF; a byte order mark is dropped; all other text stays as it is.
 
-    Held-out parts. Where `test` is None, the last `test_fraction` of every source of `train` is the
-    test part: of a text file's bytes, from the first start of a line in it; of the rows of a table,
-    rounded. The same with `val` and the `val_fraction` before that. So each part is contiguous in
-    each source, and no block of one overlaps another. A fraction of 0: no such part.
+    Held-out splits. Where `test` is None, it is the last `test_fraction` of every source of
+    `train`: of a text file's bytes, from the first start of a line in it; of the rows of a table,
+    rounded. The same with `val` and the `val_fraction` before that. So each split is contiguous in
+    each source, and no block of one overlaps another. A fraction of 0: no such split.
 
     Args:
         train: files, folders, globs, or "hf:NAME[:config[:split]]"; None: the built-in sample,
@@ -62,7 +62,7 @@ class TextDataModule(LabelledDataModule):
         val: the same, to choose on; None: held out of `train`.
         test: the same, to report; None: held out of `train`.
         tokenizer: a folder, a hub name, a .gguf file; "bpe:2048", a byte-level BPE of that size
-            made from the training part; None: the model's, set as `tokenizer` before loaders are
+            made from the training split; None: the model's, set as `tokenizer` before loaders are
             asked for.
         block_size: T, tokens in a block.
         batch_size: blocks in a training batch, on each process.
@@ -74,7 +74,7 @@ class TextDataModule(LabelledDataModule):
         add_bos: put BOS before each document; None: if the tokenizer does so by itself.
         add_eos: put EOS after each document; None: if the tokenizer has one.
         cache_dir: for tokens; None: mmpreproj/tokens in $XDG_CACHE_HOME, or in ~/.cache.
-        max_train_tokens: train on so many tokens at most, in blocks evenly spread over the part.
+        max_train_tokens: train on so many tokens at most, in blocks evenly spread over the split.
         drop_last: leave out the last, smaller training batch of an epoch.
     """
 
@@ -115,6 +115,8 @@ class TextDataModule(LabelledDataModule):
         if tokenizer is not None and tokenizer.startswith(BPE_PREFIX):
             bpe_size(tokenizer)
         self.names = {"train": train, "val": val, "test": test}
+        fractions = {"val": val_fraction, "test": test_fraction}
+        self.held_out = {s: part for s, part in fractions.items() if self.names[s] is None}
         self.tokenizer_source = tokenizer
         self.block_size = block_size
         self.max_train_tokens = max_train_tokens
@@ -149,8 +151,6 @@ class TextDataModule(LabelledDataModule):
                 key = _digest([VERSION, self.identity("train")])
                 self._tokenizer = trained_bpe(bpe_size(source), texts, self.cache_dir, key)
             else:
-                from mmpreproj.backbones.lm import load_tokenizer
-
                 self._tokenizer = load_tokenizer(source)
             self._tokenizer_name = source
         return self._tokenizer
@@ -177,7 +177,7 @@ class TextDataModule(LabelledDataModule):
             ValueError: where two splits would be the same text; this and others as `open_sources`.
         """
         ranges: dict[str, list[tuple[Source, int, int]]] = {split: [] for split in SPLITS}
-        val, test = (self.held_out(split) or 0.0 for split in ("val", "test"))
+        val, test = (self.held_out.get(split, 0.0) for split in ("val", "test"))
         for source in open_sources(self.names["train"], self.text_key):
             ends = (0, source.cut(1.0 - test - val), source.cut(1.0 - test), source.size)
             for split, start, end in zip(SPLITS, ends[:-1], ends[1:], strict=True):
@@ -198,11 +198,6 @@ class TextDataModule(LabelledDataModule):
                     )
         return ranges
 
-    def held_out(self, split: str) -> float | None:
-        """The fraction of `train` that a split is; None where it has text of its own."""
-        fractions = {"val": self.val_fraction, "test": self.test_fraction}
-        return fractions.get(split) if self.names[split] is None else None
-
     def require(self, split: str) -> None:
         """Raises: ValueError, with what to do, if a split has no text."""
         if split not in SPLITS:
@@ -217,7 +212,7 @@ class TextDataModule(LabelledDataModule):
         for source, start, end in self.ranges["train"]:
             next(source.pieces(start, end), None)  # what is no text at all says so, first
         raise ValueError(
-            f"there is no text for the {split} split: {split}_fraction={self.held_out(split)} of "
+            f"there is no text for the {split} split: {split}_fraction={self.held_out[split]} of "
             f"the training text holds no line or row. Name text with {split}, or raise "
             f"{split}_fraction"
         )
@@ -227,7 +222,7 @@ class TextDataModule(LabelledDataModule):
 
         Raises: ValueError if they do, but there is no text for it.
         """
-        if self.held_out(split) == 0.0:
+        if self.held_out.get(split) == 0.0:
             return False
         self.require(split)
         return True
@@ -269,7 +264,6 @@ class TextDataModule(LabelledDataModule):
             names = [source.name for source, _, _ in self.ranges["train"]]
             print(f"training text: {listed(names, 3)}", flush=True)
         for split in self._needed():
-            self.require(split)
             if self.has_tokenizer:
                 self.tokens(split)
 
@@ -346,18 +340,10 @@ class TextDataModule(LabelledDataModule):
         files = None
         if "ranges" in self.__dict__:
             files = {s: [source.name for source, _, _ in self.ranges[s]] for s in SPLITS}
-        facts: dict[str, Any] = {
-            "name": type(self).__name__,
-            "files": files,
-            "tokenizer": None,
-            "add_bos": self.add_bos,
-            "add_eos": self.add_eos,
-            "block_size": self.block_size,
-            "val_fraction": self.val_fraction,
-            "test_fraction": self.test_fraction,
-            "text_key": self.text_key,
-            "max_train_tokens": self.max_train_tokens,
-        }
+        settings = ("add_bos", "add_eos", "block_size", "val_fraction", "test_fraction")
+        settings += ("text_key", "max_train_tokens")
+        facts: dict[str, Any] = {"name": type(self).__name__, "files": files, "tokenizer": None}
+        facts |= {name: getattr(self, name) for name in settings}
         if self._tokenizer is not None:
             bos, eos = borders(self._tokenizer, self.add_bos, self.add_eos)
             facts["add_bos"], facts["add_eos"] = bos is not None, eos is not None

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from mmpreproj.backbones.lm.lm_tokenizer import encode, number_of_ids
-from mmpreproj.data.text.text_pieces import Piece
+from mmpreproj.data.text.text_sources import Piece
 from mmpreproj.files import remove_folder, whole_folder
 
 __all__ = ["IGNORE", "TokenBlocks", "TokenFile", "tokens_of"]
