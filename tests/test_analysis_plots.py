@@ -4,10 +4,13 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 from matplotlib import _pylab_helpers
 from PIL import Image
 
 from mmpreproj.analysis import plots
+
+pytestmark = pytest.mark.slow
 
 HISTORY = [
     {"epoch": 0, "train/loss": 2.0, "val/loss": 2.1, "val/top1": 0.2, "lr": 1e-3, "val/n": 10},

@@ -107,6 +107,7 @@ run_study(Study.read("s.yaml"), [sys.executable, "sleeper.py"], pathlib.Path("ru
 """
 
 
+@pytest.mark.slow
 def test_a_stopped_study_stops_its_runs_and_starts_no_other(study, tmp_path):
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     package = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}

@@ -21,6 +21,7 @@ def outputs(model, x):
     return model(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attach_leaves_outputs_bit_identical_and_detach_gives_the_base_back(family):
     model = tiny(family)
@@ -42,6 +43,7 @@ def test_attach_leaves_outputs_bit_identical_and_detach_gives_the_base_back(fami
     assert not any("preproj" in name for m in model.modules() for name in vars(m))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["vit", "deit3", "beit", "vit_small_patch16_rope_224"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_bit_identity_holds_at_other_precisions(family, dtype):
@@ -53,6 +55,7 @@ def test_bit_identity_holds_at_other_precisions(family, dtype):
     assert torch.equal(outputs(model, x), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [ONE_POINT, TWO_POINT, "deit3", "beit"])
 def test_base_checkpoint_loads_into_the_attached_model_and_back(family):
     base, other = tiny(family), tiny(family)
@@ -66,6 +69,7 @@ def test_base_checkpoint_loads_into_the_attached_model_and_back(family):
     assert torch.equal(outputs(base, x), outputs(other, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["vit_small_patch16_rope_224", "deit3", "beit", "dinov3"])
 def test_skip_is_not_scaled_by_layer_scale(family):
     """With attention silenced (gamma 0), only W_skip = I is left of the first residual add."""
@@ -109,6 +113,7 @@ def test_layers_count_from_both_ends(layers, expected):
     assert list(preproj_modules(model)) == [f"blocks.{i}.attn.preproj" for i in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config, told",
     [
@@ -129,6 +134,7 @@ def test_attach_refuses_before_it_changes_anything(config, told):
     assert [(type(m), list(vars(m))) for m in model.modules()] == before
 
 
+@pytest.mark.slow
 def test_attach_refuses_a_second_time_a_mapping_a_compiled_model_and_a_patched_forward():
     model = attach(tiny("vit"))
     with pytest.raises(ValueError, match="attached already, at 'blocks.0.attn'"):
@@ -198,6 +204,7 @@ def test_copies_and_pickles_are_independent_and_equal(family):
         detach(other)
 
 
+@pytest.mark.slow
 def test_threads_do_not_mix_their_skips():
     model = perturb(attach(tiny(TWO_POINT)))
     batches = [images(model) for _ in range(8)]
@@ -241,6 +248,7 @@ def test_replacing_the_join_after_attach_is_an_error_not_a_lost_skip():
         model(images(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, reentrant",  # timm's Eva takes no reentrant checkpointing, with or without the method
     [(ONE_POINT, False), (TWO_POINT, False), ("deit3", False), (ONE_POINT, True), ("deit3", True)],
@@ -269,6 +277,7 @@ def test_gradient_checkpointing_gives_the_same_gradients_on_a_frozen_base(family
         assert torch.allclose(gradient, checkpointed[name], rtol=1e-5, atol=1e-7), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [ONE_POINT, TWO_POINT])
 def test_compiled_without_graph_breaks_and_exported(family):
     model = perturb(attach(tiny(family)))
@@ -287,6 +296,7 @@ def test_compiled_without_graph_breaks_and_exported(family):
     assert torch.allclose(exported(x), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_compile_with_checkpointing_behind_a_scale_agrees_with_eager():
     model = perturb(attach(tiny(TWO_POINT))).train()
     model.set_grad_checkpointing()

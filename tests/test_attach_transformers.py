@@ -46,6 +46,7 @@ def expected_names(case):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_attach_leaves_outputs_bit_identical_and_detach_gives_the_base_back(name, caplog):
     model = tiny(ALL[name])
@@ -115,6 +116,7 @@ def assert_close(found, expected):
     assert error < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_residual_stream_after_attention_is_the_formula(name):
@@ -255,6 +257,7 @@ def test_gradient_checkpointing_gives_the_same_gradients_on_a_frozen_base(name):
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_compiled_without_graph_breaks(name):
     model = perturb(attach(tiny(name)))
@@ -352,6 +355,7 @@ def test_a_quantised_base_needs_the_dtype_of_the_new_parameters(pack):
     assert new.up.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, targets", [("llama", ["q_proj"]), ("gpt2", ["c_attn"]), ("bert", ["query", "dense"])]
 )

@@ -17,6 +17,7 @@ from mmpreproj.sites import find_sites
 BEFORE = json.loads((Path(__file__).parent / "sites_of_071d733.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BEFORE)
 def test_what_is_read_is_what_the_table_by_hand_said(name):
     if name.startswith("timm "):

@@ -85,6 +85,7 @@ def clips(tmp_path_factory):
     return get
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_frames_equal_a_sequential_decode(clips, name):
     path = clips(name)
@@ -262,6 +263,7 @@ def test_a_damaged_file_is_refused_by_the_frame_where_a_full_decode_fails(tmp_pa
     assert np.array_equal(read_frames(path, [2])[0], expected[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["h264 b-frames.mp4", "hevc.mp4"])
 @pytest.mark.parametrize("seed", range(8))
 def test_where_the_data_are_damaged_frames_are_still_those_of_a_sequential_decode(

@@ -17,6 +17,8 @@ from mmpreproj.data.video import VideoAugment, VideoDataModule
 from mmpreproj.data.video.clips import EvalClips
 from mmpreproj.data.vision import normalize
 
+pytestmark = pytest.mark.slow
+
 PLAIN = VideoAugment(no_aug=True)
 SMALL = {"input_size": (3, 4, 64, 64), "mean": (0.5,) * 3, "std": (0.25,) * 3}
 

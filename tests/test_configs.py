@@ -13,6 +13,8 @@ from mmpreproj.studies.study import Study
 from mmpreproj.training import LanguageModel
 from mmpreproj.training.cli import TrainCLI
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = Path(__file__).parents[1] / "configs"
 STUDIES = sorted((CONFIGS / "studies").glob("*.yaml"))
 RUNS = sorted(set(CONFIGS.rglob("*.yaml")) - set(STUDIES))

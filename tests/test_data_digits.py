@@ -92,6 +92,7 @@ def test_shift_moves_ink_by_the_stated_part_of_the_side():
     assert (centre - 8).abs().max() > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_equal_seeds_give_equal_batches_and_epochs_differ(monkeypatch, workers):
     def epochs(seed, num_workers):

@@ -155,6 +155,7 @@ def test_other_channel_counts_are_refused_naming_both(tmp_path):
         load_image(tmp_path / "x.png", 4)
 
 
+@pytest.mark.slow
 def test_awkward_images_give_no_warnings(tmp_path):
     palette = Image.new("P", (2, 1))
     palette.putpalette([255, 0, 0, 0, 0, 0])

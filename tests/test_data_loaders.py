@@ -74,6 +74,7 @@ def epochs(tree, seed, workers, monkeypatch, n=2):
     return [all_of(loader) for _ in range(n)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_equal_seeds_give_equal_batches_with_any_number_of_workers(tree, monkeypatch, workers):
     first = epochs(tree, 1, workers, monkeypatch)
@@ -104,6 +105,7 @@ class Draws:
         return torch.tensor([random.random(), np.random.rand(), float(torch.rand(()))])
 
 
+@pytest.mark.slow
 def test_workers_epochs_and_ranks_draw_different_numbers(tree, monkeypatch):
     data = module(tree, num_workers=2, batch_size=5)
     draws = []

@@ -53,6 +53,7 @@ def test_unreadable_and_awkward_images_follow_the_same_rules(tree, name):
     assert images[6].min() == 255  # transparent: white
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_tar_files_are_read_by_several_workers(tree, workers):
     for split in ("train", "validation"):

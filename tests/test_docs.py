@@ -57,6 +57,7 @@ def commands(block):
         yield [path for word in words for path in sorted(glob.glob(word)) or [word]]
 
 
+@pytest.mark.slow
 def test_every_block_of_the_pages_runs(folder, monkeypatch):
     monkeypatch.chdir(folder)
     # In this order: the last page takes what the first has left.

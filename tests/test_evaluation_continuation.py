@@ -25,6 +25,7 @@ def prompt_of(model, tokenizer, text, monkeypatch):
     return seen[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_a_prompt_is_what_the_tokenizer_makes_of_it(adds_bos, monkeypatch):
     tokenizer = byte_tokenizer(merges=60, bos=True, adds_bos=adds_bos)

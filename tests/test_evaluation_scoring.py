@@ -34,6 +34,7 @@ def mixed_pairs(n=20):
     return pairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_neox", "gptj", "gemma2", "cohere", "granite"])
 def test_scores_are_those_of_the_models_own_logits(name):
     tokenizer = byte_tokenizer(merges=60)
@@ -47,6 +48,7 @@ def test_scores_are_those_of_the_models_own_logits(name):
         assert (found.greedy, found.n_tokens, found.n_cut) == (greedy, n, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt_neox"])
 def test_scores_depend_on_neither_batch_size_nor_order_nor_other_items(name):
     tokenizer = byte_tokenizer(merges=60)

@@ -17,6 +17,7 @@ from mmpreproj.evaluation import Scorer, scoring  # noqa: E402
 from mmpreproj.evaluation.encoding import Request, by_context, partition  # noqa: E402
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_shared_context_changes_no_score_on_any_decoder(name):
     model = perturb(attach(tiny(name)))
@@ -80,6 +81,7 @@ def read(monkeypatch):
     return shapes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [2, 3, 13])
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "gptj", "codegen", "opt", "mpt", "llama"])
 def test_no_row_of_shared_contexts_is_longer_than_the_model_reads(name, end, read):
@@ -181,6 +183,7 @@ LONG = {
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "config"),
     [

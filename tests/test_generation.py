@@ -19,6 +19,8 @@ from transformers_models import (  # noqa: E402
 
 from mmpreproj import attach, detach, load, preproj_modules, save  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 PLAIN = {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8}
 SOME = ["llama", "gpt_neox", "gpt2", "gemma2", "falcon", "bloom", "granite"]
 

@@ -28,6 +28,7 @@ from mmpreproj.training import ImageClassifier, VideoClassifier  # noqa: E402
 from mmpreproj.training.recipe import OptimizerConfig, make_optimizer  # noqa: E402
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_loaded_logits_are_those_of_transformers_and_attached_bit_identical(case, tmp_path):
     theirs = saved(case, tmp_path)
@@ -43,6 +44,7 @@ def test_loaded_logits_are_those_of_transformers_and_attached_bit_identical(case
     assert torch.equal(logits(model, x), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_trainable_parameter_gets_a_gradient(case, tmp_path):
     saved(case, tmp_path)
@@ -54,6 +56,7 @@ def test_every_trainable_parameter_gets_a_gradient(case, tmp_path):
         assert all(p.grad.abs().max() > 0 for p in module.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_frozen_only_the_method_and_the_head_train(case, tmp_path):
     saved(case, tmp_path)
@@ -79,6 +82,7 @@ def test_frozen_only_the_method_and_the_head_train(case, tmp_path):
     assert moved <= expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["vit", "dinov2"])
 def test_a_frozen_probe_runs_through_the_lightning_module(case, tmp_path):
     theirs = saved(case, tmp_path / "base")
@@ -130,6 +134,7 @@ class TinyClips(LightningDataModule):
         return self._loader(2, 3, 4, 16, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CLIPS)
 def test_video_models_are_probed_through_the_lightning_module(case, tmp_path):
     theirs = saved(case, tmp_path / "base").state_dict()
@@ -185,6 +190,7 @@ class Calls:
         self.n += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_checkpointing_recomputes_every_block_frozen_or_not(case, frozen, tmp_path):

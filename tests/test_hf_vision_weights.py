@@ -28,6 +28,7 @@ from mmpreproj.backbones.hf_vision import create_hf_classifier  # noqa: E402
 from mmpreproj.backbones.hf_vision.families import FAMILIES  # noqa: E402
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_classifier_of_another_width_is_fresh_and_the_rest_is_loaded(case, tmp_path):
     theirs = saved(case, tmp_path).state_dict()

@@ -54,6 +54,7 @@ EQUAL_MODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["timm", "ours"])
 @pytest.mark.parametrize("mode", EQUAL_MODES)
 def test_static_clip_gives_the_image_models_logits(kind, mode):
@@ -75,6 +76,7 @@ def test_static_clip_gives_the_image_models_logits(kind, mode):
     assert relative(found, source(images.double())) < 1e-6
 
 
+@pytest.mark.slow
 def test_static_clip_gives_the_logits_of_whole_image_models():
     image = image_model(embed_dim=384, num_heads=6, depth=12, img_size=224, **AVG)
     images = torch.randn(1, 3, 224, 224)
@@ -86,6 +88,7 @@ def test_static_clip_gives_the_logits_of_whole_image_models():
             assert relative(video(static(images, 2)), expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_report_takes_the_causes_away_one_by_one():
     images = torch.randn(2, 3, 32, 48)
     for kwargs, causes in (
@@ -159,6 +162,7 @@ def test_other_classes_channels_and_tokens_are_met_and_named():
     assert video(torch.randn(1, 1, 8, 32, 48)).shape == (1, 7)
 
 
+@pytest.mark.slow
 def test_weights_of_other_models_are_refused():
     good = image_model().state_dict()
     for weights, message in (
@@ -178,6 +182,7 @@ def test_weights_of_other_models_are_refused():
         video_model(image_weights="/nowhere.pth")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_image_weights_load_from_a_file_by_keyword_and_as_pretrained(tmp_path, suffix):
     image = image_model()
@@ -215,6 +220,7 @@ def test_video_checkpoints_load_as_pretrained_with_and_without_the_method(tmp_pa
             assert torch.equal(video_model(checkpoint_path=file)(x), saved(x))
 
 
+@pytest.mark.slow
 def test_missing_pretrained_weights_say_what_to_do(monkeypatch):
     with pytest.raises(RuntimeError, match="video_vit_preproj_tiny has no pretrained weights"):
         timm.create_model("video_vit_preproj_tiny", pretrained=True)

@@ -26,6 +26,8 @@ from mmpreproj.backbones.lm import (  # noqa: E402  # noqa: E402
 )
 from mmpreproj.backbones.lm.lm_sources import find_source  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):

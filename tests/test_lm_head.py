@@ -19,6 +19,7 @@ WITH_BIAS = {"phi", "gptj", "codegen"}
 NO_POSITIONS = {"bloom", "mpt"}  # ALiBi
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", DECODERS)
 def test_head_of_hidden_states_gives_the_models_own_logits(name):
@@ -72,6 +73,7 @@ def test_left_padding_changes_no_real_token(name):
     assert torch.allclose(hidden_states(model, padded, mask)[:, 6:], alone, atol=1e-5)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", DECODERS)
 def test_hidden_states_continue_from_the_cache(name):

@@ -217,6 +217,7 @@ def test_nothing_that_is_loaded_runs_code(folder, tmp_path, monkeypatch):
 # Sources
 
 
+@pytest.mark.slow
 def test_an_encoder_is_no_language_model(tmp_path):
     folder = write(tmp_path / "vit", tiny("vit"))
     with pytest.raises(ValueError, match="cannot be loaded as a language model"):
@@ -298,6 +299,7 @@ except ConnectionError as error:
 """
 
 
+@pytest.mark.slow
 def test_what_is_in_the_hubs_cache_needs_no_network(folder, tmp_path):
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "hf/hub/models--someone--tiny"

@@ -84,6 +84,7 @@ def test_loss_and_gradients_are_the_models_own_in_float64(name):
 
 # float32: its rounding, 6e-8, summed over 99 classes. Half precision: the logits' own rounding is
 # the same in both, that of their gradients (4e-3 in bfloat16) is not.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "dtype, autocast, loss_error, gradient_error",
@@ -238,6 +239,7 @@ def peak_bytes(run):
     return max(np.cumsum([0] + [change for _, change in changes]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cap", [None, 30.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("trains", [False, True])

@@ -27,6 +27,8 @@ from mmpreproj.data.video.moving_digits import (  # noqa: E402
     write_moving_digits,
 )
 
+pytestmark = pytest.mark.slow
+
 N_FRAMES = 6
 SMALL = MovingDigits(n_frames=N_FRAMES, size=16, digit_size=8, speed=4, clips_per_image=(1, 1, 1))
 

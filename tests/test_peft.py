@@ -20,6 +20,7 @@ from mmpreproj.peft_method import PreProjLayer  # noqa: E402
 CASES = ["llama", "gpt_neox", "gemma2", "granite", "mixtral", "bert", "t5", "dinov2", "timm_rope"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_starts_as_the_base_runs_the_same_as_attach_and_unloads_to_the_base(name):
     base, run = timm_case() if name == "timm_rope" else text_case(name)
@@ -193,6 +194,7 @@ def test_adapters_are_injected_without_a_peft_model_too():
     assert torch.equal(run(base), expected)
 
 
+@pytest.mark.slow
 def test_copies_are_independent_and_compiled_models_agree():
     base, run = text_case("gemma2")
     model = wrapped(base)
@@ -206,6 +208,7 @@ def test_copies_are_independent_and_compiled_models_agree():
     assert torch.equal(outputs(compiled, x), outputs(model, x))
 
 
+@pytest.mark.slow
 def test_peft_is_imported_on_demand_and_asked_for_by_name():
     program = (
         "import sys, mmpreproj\n"

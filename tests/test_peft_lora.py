@@ -21,6 +21,7 @@ SECOND_METHOD = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.slow
 @SECOND_METHOD
 @pytest.mark.parametrize("nested", [True, False])
 def test_after_lora_both_act_and_are_saved_and_each_is_taken_away(nested, tmp_path):

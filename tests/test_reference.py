@@ -62,6 +62,7 @@ def relative_error(model, x):
     return np.abs(found - expected).max() / np.abs(expected).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parts", [{}, {"content_skip": False}, {"pre_projection": False}])
 def test_models_agree_with_the_float64_reference(kind, parts):

@@ -85,6 +85,7 @@ def test_other_weights_are_refused_unless_allowed(saved):
     assert preproj_modules(load(model, folder, allow_other_base=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, kwargs, told",
     [
@@ -100,6 +101,7 @@ def test_another_architecture_is_refused_with_both(saved, family, kwargs, told):
     assert not preproj_modules(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change, told",
     [
@@ -163,6 +165,7 @@ def test_a_model_that_lost_a_block_is_not_saved(base, tmp_path):
         save(base, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "content, told",
     [

@@ -294,6 +294,7 @@ def test_the_settings_are_plain_types_for_a_command_line(path):
     assert data.names["train"] == [path] and data.block_size == 512
 
 
+@pytest.mark.slow
 def test_lightning_trains_and_tests_on_it(tmp_path):
     lightning = pytest.importorskip("lightning.pytorch")
 

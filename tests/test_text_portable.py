@@ -38,6 +38,7 @@ def test_what_was_kept_without_them_is_still_read():
     assert tokenizer_hash(from_text(json.dumps(held))) == tokenizer_hash(tokenizer)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_is_code_cannot_be_kept(tmp_path):
     tokenizer = transformers.CanineTokenizer()
     with pytest.raises(ValueError, match="CanineTokenizer cannot be kept.*fast tokenizer"):

@@ -258,6 +258,7 @@ tokens_of(Path(sys.argv[1]), pieces(), character_tokenizer(), None, None, {})
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_no_half_cache_and_its_rest_is_cleared(tmp_path):
     folder = tmp_path / "t"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(["tests", "."])}

@@ -12,6 +12,8 @@ from training_data import TOOLS, classifier, tool_main, trainer
 from mmpreproj.data import DigitsDataModule
 from mmpreproj.data.image.digits import load_digits
 
+pytestmark = pytest.mark.slow
+
 evaluate_main, predict_main = tool_main("evaluate"), tool_main("predict")
 
 

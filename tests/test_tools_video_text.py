@@ -22,6 +22,8 @@ from mmpreproj.evaluation.encoding import continue_text
 from mmpreproj.training import load_run
 from mmpreproj.training.cli import main
 
+pytestmark = pytest.mark.slow
+
 evaluate_main, predict_main = tool_main("evaluate"), tool_main("predict")
 
 

@@ -13,6 +13,8 @@ from mmpreproj.training import ImageClassifier, load_run
 from mmpreproj.training.callbacks import BestCheckpoint, Clock
 from mmpreproj.training.cli import TrainCLI, find_resumed, main, split_arguments
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """
 seed_everything: 3
 model:

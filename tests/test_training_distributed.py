@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from clip_files import video_folder
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 CONFIG = """
 seed_everything: 0

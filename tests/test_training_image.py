@@ -35,6 +35,7 @@ def test_epoch_and_test_figures_equal_those_of_the_model_run_by_hand(tmp_path):
     assert "val/top5" not in row  # three classes
 
 
+@pytest.mark.slow
 def test_training_learns(tmp_path):
     torch.manual_seed(0)
     module = classifier(optimizer={"lr": 3e-3, "weight_decay": 0.0})
@@ -115,6 +116,7 @@ def test_a_checkpoint_gives_the_same_model_back(tmp_path):
     assert loaded.classes == module.classes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_the_rate_follows_updates_at_any_accumulation(tmp_path, accumulate):
     module = classifier(

@@ -114,6 +114,7 @@ def test_a_probe_moves_every_new_parameter_and_nothing_else(base, text, tmp_path
         assert torch.equal(parameter, before[name]) != (".preproj." in name), name
 
 
+@pytest.mark.slow
 def test_training_from_scratch_learns_a_text_that_can_be_known(tmp_path):
     (tmp_path / "t.txt").write_text("abcde\n" * 400)
     texts = data(str(tmp_path / "t.txt"), tokenizer=None, batch_size=8)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux")
 def test_peak_memory_is_this_processs_and_not_that_of_the_one_that_started_it():

@@ -16,6 +16,7 @@ CONFIG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [

@@ -17,6 +17,7 @@ from mmpreproj import preproj_modules
 SIZES = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12)}
 
 
+@pytest.mark.slow
 @each_attention
 @pytest.mark.parametrize("size", SIZES)
 def test_registered_sizes_are_the_image_models_in_three_dimensions(size, attention):
@@ -77,6 +78,7 @@ def test_model_starts_equal_to_the_plain_one_and_detach_gives_it_back(attention)
 # Against the float64 reference
 
 
+@pytest.mark.slow
 @each_attention
 @pytest.mark.parametrize("pooling", [{}, AVG], ids=["token", "avg"])
 @pytest.mark.parametrize(
@@ -136,6 +138,7 @@ def test_class_token_is_never_rotated(attention, monkeypatch):
 # Other lengths and sizes
 
 
+@pytest.mark.slow
 @each_attention
 @pytest.mark.parametrize("frames", [2, 8, 12, 16, 32])
 def test_other_lengths_and_sizes_equal_a_model_built_for_them(attention, frames):
@@ -205,6 +208,7 @@ def test_order_of_tubelets_is_seen_through_time_alone():
 # What timm's users call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kwargs",
     [

@@ -9,6 +9,8 @@ from helpers import traced_by_fx
 from torch import nn
 from video_models import build, clips, each_attention
 
+pytestmark = pytest.mark.slow
+
 
 @each_attention
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -39,6 +39,7 @@ def build(*, depth=2, num_classes=5, img_size=32, **kwargs):
     return perturb(model).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_registered_sizes_are_the_rope_models_plus_the_method(size):
     dim, depth, heads = SIZES[size]
@@ -116,6 +117,7 @@ def test_created_model_starts_equal_to_its_base():
     assert torch.equal(mmpreproj.detach(model)(x), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kwargs, shape",
     [
@@ -275,6 +277,7 @@ def test_autocast_stays_near_float32():
     assert ((low.float() - full).norm() / full.norm()).item() < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend, sizes",
     [("aot_eager", (32, 48)), ("inductor", (32,))],  # inductor writes C++: slow
@@ -290,6 +293,7 @@ def test_compiles_without_graph_breaks(backend, sizes):
             assert torch.allclose(compiled(x), model(x), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_export_and_onnx_give_the_same_numbers(tmp_path):
     model = build()
     x = torch.randn(2, 3, 32, 32)
@@ -317,6 +321,7 @@ def test_a_graph_by_fx_equals_the_model_and_trains_every_parameter():
     assert all(p.grad is not None for p in graph.parameters())
 
 
+@pytest.mark.slow
 def test_traced_model_equals_eager_at_its_size():
     model = build()
     x = torch.randn(2, 3, 32, 32)
@@ -337,6 +342,7 @@ def rope_base(tmp_path, size="small", **kwargs):
     return base, {"file": str(file)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["small", "base", "large"])
 def test_pretrained_weights_give_the_bases_logits(tmp_path, size):
     depth = 4  # of 12 or 24: the folding is the same in every block
@@ -386,6 +392,7 @@ def test_own_checkpoints_load_as_pretrained_and_by_path(tmp_path):
     assert torch.equal(as_pretrained(x), model(x))
 
 
+@pytest.mark.slow
 def test_missing_pretrained_weights_say_what_to_do(monkeypatch):
     with pytest.raises(RuntimeError, match="vit_preproj_tiny has no pretrained weights"):
         timm.create_model("vit_preproj_tiny", pretrained=True)
