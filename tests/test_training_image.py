@@ -4,9 +4,12 @@ import math
 import pytest
 import timm
 import torch
+from lightning.pytorch import LightningDataModule
 from training_data import TinyData, classifier, trainer
 
 import mmpreproj
+from mmpreproj.data import DigitsDataModule, TextDataModule
+from mmpreproj.data.loaders import Answers
 from mmpreproj.training import ImageClassifier
 
 
@@ -238,3 +241,24 @@ def test_compiled_models_are_those_of_timm_compiled(tmp_path, monkeypatch):
     fit(module, TinyData(), tmp_path)
     expected = type(timm.create_model("vit_preproj_tiny", img_size=32, depth=1))
     assert compiled == [expected]
+
+
+def test_a_data_module_of_ones_own_needs_none_of_what_training_asks(tmp_path):
+    class Own(LightningDataModule):
+        train_dataloader = TinyData.train_dataloader
+        _set = TinyData._set
+        n, batch_size, size, channels, classes = 8, 4, 16, 3, ("a", "b", "c")
+
+    answers = Answers(Own())
+    assert answers.gives is None and answers.label_sets is None and not answers.opposites
+    assert answers.has_split("test") and answers.describe() == {"name": "Own"}
+    answers.gather_bad_files()
+    module = classifier()
+    fit(module, Own(), tmp_path)
+    assert module.classes == ["a", "b", "c"] and module.history[0]["train/n"] == 8
+
+
+def test_data_of_another_kind_are_refused_by_name(tmp_path):
+    assert Answers(DigitsDataModule()).gives == "images"
+    with pytest.raises(ValueError, match="TextDataModule goes with LanguageModel, not with Image"):
+        fit(classifier(), TextDataModule(), tmp_path)

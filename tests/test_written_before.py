@@ -35,6 +35,23 @@ def test_a_run_folder_of_071d733_loads(name, expected, monkeypatch):
     torch.testing.assert_close(found, expected[f"runs/{name}"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        ("mmpreproj.training.image.ImageClassifier", "mmpreproj.data.DigitsDataModule"),
+        ("mmpreproj.training.ImageClassifier", "mmpreproj.data.image.digits.DigitsDataModule"),
+        ("mmpreproj.training.ImageClassifier", "mmpreproj.data.image.gone.DigitsDataModule"),
+    ],
+)
+def test_a_checkpoint_may_name_the_file_that_a_class_was_in(model, data, tmp_path):
+    whole = torch.load(FOLDER / "runs/vit/run/checkpoints/best.ckpt", weights_only=True)
+    whole["mmpreproj"]["model"]["class_path"] = model
+    whole["mmpreproj"]["data"]["class_path"] = data
+    torch.save(whole, tmp_path / "best.ckpt")
+    module, found = load_run(tmp_path / "best.ckpt")
+    assert type(module).__name__ == "ImageClassifier" and type(found).__name__ == "DigitsDataModule"
+
+
 @torch.no_grad()
 def test_an_adapter_folder_of_071d733_loads(expected):
     model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER / "llama").eval()
