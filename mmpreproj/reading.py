@@ -106,6 +106,7 @@ def class_of(module: nn.Module) -> type:
 
 
 def forward_of(module: nn.Module) -> Any:
+    """The forward of a module's class, without its decorators."""
     return inspect.unwrap(class_of(module).forward)
 
 

@@ -389,6 +389,7 @@ def _nothing(model: nn.Module, found: Found) -> str:
 
 
 def starred(path: str) -> str:
+    """A path with a star for each number in it, as paths by hand are written."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
