@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 
 from torch import nn
@@ -56,17 +57,13 @@ def train_blocks(model: nn.Module) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
-            _refuse_dropout(module)
-            module.training = True
-
-
-def _refuse_dropout(block: nn.Module) -> None:
-    for holder in (block, getattr(block, "config", None)):
-        for name in _DROPOUT:
+        if not isinstance(module, GradientCheckpointingLayer) or not module.gradient_checkpointing:
+            continue
+        for holder, name in itertools.product((module, getattr(module, "config", None)), _DROPOUT):
             rate = getattr(holder, name, None)
             if isinstance(rate, float) and rate > 0:
                 raise ValueError(
-                    f"grad_checkpointing of a frozen {type(block).__name__} would switch its "
+                    f"grad_checkpointing of a frozen {type(module).__name__} would switch its "
                     f"dropout on ({name}={rate}); leave grad_checkpointing off"
                 )
+        module.training = True

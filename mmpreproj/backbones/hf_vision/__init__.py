@@ -8,7 +8,7 @@ safetensors, or as a state dict without unpickling anything else.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from timm.layers import get_device_dtype
@@ -59,7 +59,8 @@ class HFClassifier(nn.Module):
         super().__init__()
         self.model = model
         self.config = config
-        heads = dict(self._classifiers())
+        # distilled DeiT has two
+        heads = {n: m for n, m in model.named_children() if n.endswith("classifier")}
         self.num_classes = next(iter(heads.values())).out_features
         self._head_widths = {name: head.in_features for name, head in heads.items()}
         self.grad_checkpointing = False
@@ -77,14 +78,8 @@ class HFClassifier(nn.Module):
             **data,
         }
 
-    def _classifiers(self) -> Iterator[tuple[str, nn.Linear]]:
-        # distilled DeiT has two
-        for name, module in self.model.named_children():
-            if name.endswith("classifier"):
-                yield name, module
-
     def get_classifier(self) -> nn.Module | tuple[nn.Module, ...]:
-        found = tuple(module for _, module in self._classifiers())
+        found = tuple(getattr(self.model, name) for name in self._head_widths)
         return found[0] if len(found) == 1 else found
 
     def reset_classifier(self, num_classes: int) -> None:

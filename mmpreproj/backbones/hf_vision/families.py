@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from PIL.Image import Resampling
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from timm.layers import to_2tuple
 
@@ -134,10 +135,6 @@ def vision_config(config: Any) -> Any:
     return getattr(config, "vision_config", config)
 
 
-# PIL's numbers
-_RESAMPLING = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
-
-
 def input_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of an image or video processor as timm has them, those that it tells: mean and
     std (of pixels from 0 to 1), interpolation, crop_pct, crop_mode, and as `size` the (height,
@@ -159,8 +156,8 @@ def input_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         found["mean"] = tuple((m + offset) / unit for m in _channels(mean))
         found["std"] = tuple(s / unit for s in _channels(std))
     resample = settings.get("resample")
-    if isinstance(resample, int) and 0 <= resample < len(_RESAMPLING):
-        found["interpolation"] = _RESAMPLING[resample]
+    if resample in tuple(Resampling):
+        found["interpolation"] = Resampling(resample).name.lower()
     return found | _crop(settings)
 
 

@@ -20,6 +20,7 @@ from mmpreproj.backbones.hf_vision.families import (
     input_of,
     vision_config,
 )
+from mmpreproj.backbones.lm.lm_loading import check_loaded
 from mmpreproj.hub_cache import MODEL_FILES, Source, cached_snapshot, require_model
 from mmpreproj.messages import listed, nearest, need
 
@@ -187,17 +188,10 @@ def load_model(source: Source, config: Any) -> nn.Module:
 
 
 def _check_loaded(model: nn.Module, told: Mapping[str, Any], name: str) -> None:
-    """transformers draws what is missing at random, and drops what it has no place for."""
-    unexpected = sorted(told["unexpected_keys"])
-    method = [key for key in unexpected if ".preproj." in key]
-    if method:
-        raise ValueError(
-            f"hf:{name} holds {len(method)} tensors of the method beside the base's, such as "
-            f"{method[0]!r}, which would be lost: use mmpreproj.save for the method and, after "
-            "detach, save_pretrained for the base"
-        )
+    """As for language models; but what is missing or misshapen of a whole part of the head was
+    drawn at random, and stays so."""
     missing = set(told["missing_keys"])
-    shapes = {key: (list(found), list(wanted)) for key, found, wanted in told["mismatched_keys"]}
+    shapes = {key: pair for key, *pair in told["mismatched_keys"]}
     fresh = []
     for path in head_paths(model):
         own = {f"{path}.{key}" for key, _ in model.get_submodule(path).named_parameters()}
@@ -205,21 +199,18 @@ def _check_loaded(model: nn.Module, told: Mapping[str, Any], name: str) -> None:
             fresh.append(path)
             missing -= own
             shapes = {key: pair for key, pair in shapes.items() if key not in own}
-    if missing or shapes:
-        what = f"{len(missing)} tensors are missing"
-        if missing:
-            what += f", such as {min(missing)!r}"
-        for key in sorted(shapes)[:1]:
-            what += (
-                f", {len(shapes)} have another shape, such as {key!r} ({shapes[key][0]} in the "
-                f"file, {shapes[key][1]} in the model; tables of positions are not resized: leave "
-                "image_size and num_frames as in its config.json)"
-            )
-        raise ValueError(f"the weights of hf:{name} do not make up the model: {what}")
+    wrong = [(key, *map(list, pair)) for key, pair in shapes.items()]
+    check_loaded(
+        f"hf:{name}",
+        {**told, "missing_keys": missing, "mismatched_keys": wrong},
+        hint=" (in the file, in the model; tables of positions are not resized: leave image_size "
+        "and num_frames as in its config.json)",
+    )
+    unexpected = told["unexpected_keys"]
     _logger.info(
         "hf:%s: fresh are %s; %d tensors of the file are not used%s",
         *(name, ", ".join(fresh) or "none", len(unexpected)),
-        f", such as {unexpected[0]}" if unexpected else "",
+        f", such as {min(unexpected)}" if unexpected else "",
     )
 
 

@@ -213,27 +213,33 @@ def _load_model(source: Source, keywords: dict[str, Any]) -> PreTrainedModel:
     # so that all that is wrong is told at once, below
     keywords = {**keywords, "output_loading_info": True, "ignore_mismatched_sizes": True}
     model, told = _from_pretrained(auto, source, keywords, "a language model", MODEL_FILES)
-    _check_loaded(source, told)
+    check_loaded(source.name, told)
     return model
 
 
-def _check_loaded(source: Source, told: Mapping[str, Any]) -> None:
-    """transformers draws what is missing at random, and drops what it has no place for."""
+def check_loaded(name: str, told: Mapping[str, Any], hint: str = "") -> None:
+    """Raises ValueError unless the weights, as from_pretrained tells of them, are the model's.
+
+    transformers draws what is missing at random, and drops what it has no place for.
+
+    Args:
+        hint: said behind what has another shape.
+    """
     missing, unexpected = sorted(told["missing_keys"]), sorted(told["unexpected_keys"])
     wrong = sorted(str(key) for key in told["mismatched_keys"])
     method = [key for key in unexpected if ".preproj." in key]
     if method:
         raise ValueError(
-            f"{source.name} holds {len(method)} tensors of the method beside the base's, such as "
+            f"{name} holds {len(method)} tensors of the method beside the base's, such as "
             f"{method[0]!r}, which would be lost: it was saved by save_pretrained while the method "
             "was attached. Use mmpreproj.save for the method and, after detach, save_pretrained "
             "for the base"
         )
     if missing or wrong:
         raise ValueError(
-            f"the weights of {source.name} do not make up the model: {len(missing)} tensors are "
-            f"missing, such as {missing[:2]}, and {len(wrong)} of another shape, such as "
-            f"{wrong[:2]}; tensors it has no place for: {unexpected[:2] or 'none'}"
+            f"the weights of {name} do not make up the model: {len(missing)} tensors are missing, "
+            f"such as {missing[:2]}, and {len(wrong)} of another shape, such as {wrong[:2]}{hint}; "
+            f"tensors it has no place for: {unexpected[:2] or 'none'}"
         )
 
 
