@@ -16,7 +16,6 @@ from mmpreproj.backbones.lm.lm_head import LMHead, hidden_states, lm_head_of  # 
 # By the papers and configurations: logits / 8, logits / 16, 30 · tanh(logits / 30)
 SCALED = {"granite": {"logits_scaling": 8.0}, "cohere": {"logit_scale": 0.0625}, "gemma2": {}}
 WITH_BIAS = {"phi", "gptj", "codegen"}
-NO_POSITIONS = {"bloom", "mpt"}  # ALiBi
 
 
 @pytest.mark.slow
@@ -85,13 +84,6 @@ def test_hidden_states_continue_from_the_cache(name):
     second, cache = hidden_states(model, ids[:, 3:], mask, past_key_values=cache, use_cache=True)
     assert cache.get_seq_length() == TOKENS
     assert torch.allclose(torch.cat([first, second], dim=1), whole, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", sorted(NO_POSITIONS))
-def test_positions_for_a_model_that_takes_none_are_an_error(name):
-    model = tiny(name)
-    with pytest.raises(ValueError, match=r"takes no position_ids: it reads attention_mask"):
-        hidden_states(model, **inputs(model), position_ids=torch.arange(TOKENS)[None])
 
 
 class Capped(transformers.LlamaForCausalLM):

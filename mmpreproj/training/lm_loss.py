@@ -69,13 +69,13 @@ def head_loss(head: LMHead, hidden: Tensor, targets: Tensor) -> tuple[Tensor, in
         hidden, targets = hidden[keep], targets[keep]
     weight, bias = head.weight, head.bias
     dtype = _compute_dtype(weight)
+    exact = torch.promote_types(dtype, torch.float32)
     if n == 0:  # a sum of nothing that still has a gradient: zeros
-        return hidden.sum().to(_loss_dtype(dtype)) * 0.0, 0
+        return hidden.sum().to(exact) * 0.0, 0
     # Two pieces at least: small batches are not to hold all logits either.
     rows = math.ceil(n / max(2, math.ceil(n * weight.shape[0] / _LOGITS)))
     with torch.autocast(weight.device.type, enabled=False):
-        full = dtype in (torch.float32, torch.float64)
-        if head.soft_cap is None and full and hasattr(F, "linear_cross_entropy"):
+        if head.soft_cap is None and dtype == exact and hasattr(F, "linear_cross_entropy"):
             hidden = hidden.to(dtype)
             if head.multiplier != 1.0:  # m (W h + b) = W (m h) + m b
                 hidden = hidden * head.multiplier
@@ -92,12 +92,8 @@ def head_loss(head: LMHead, hidden: Tensor, targets: Tensor) -> tuple[Tensor, in
             return nll, n
         # Older versions of torch lack linear_cross_entropy. It has no soft cap, and sums the losses
         # of half-precision inputs in half precision: 2,048 rows in bfloat16 came out 1.8 % off.
-        needed = [
-            torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
-            for tensor in (hidden, weight, bias)
-        ]
-        scale = (head.multiplier, head.soft_cap)
-        return _ChunkedNLL.apply(hidden, weight, bias, targets, dtype, scale, rows, needed), n
+        how = ((dtype, exact), (head.multiplier, head.soft_cap), rows, torch.is_grad_enabled())
+        return _ChunkedNLL.apply(hidden, weight, bias, targets, *how), n
 
 
 def _compute_dtype(weight: Tensor) -> torch.dtype:
@@ -108,14 +104,10 @@ def _compute_dtype(weight: Tensor) -> torch.dtype:
     return weight.dtype
 
 
-def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype == torch.float64 else torch.float32
-
-
 class _ChunkedNLL(torch.autograd.Function):
     """Cross-entropy of a head's logits, summed; gradients are made in forward, piece by piece.
 
-    The matrix products run in `dtype`, everything between them in float32 (or float64).
+    The matrix products run in the first of `dtypes`, everything between them in the second.
     """
 
     @staticmethod
@@ -125,15 +117,16 @@ class _ChunkedNLL(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        dtype: torch.dtype,
+        dtypes: tuple[torch.dtype, torch.dtype],
         scale: tuple[float, float | None],
         rows: int,
-        needed: list[bool],
+        training: bool,
     ) -> Tensor:
+        dtype, exact = dtypes
+        needed = [training and need for need in ctx.needs_input_grad[:3]]
         matrix = weight.to(dtype)
         offset = torch.zeros((), dtype=dtype, device=weight.device)
         offset = offset if bias is None else bias.to(dtype)
-        exact = _loss_dtype(dtype)
         grads = [
             torch.zeros_like(tensor) if need else None
             for tensor, need in zip((hidden, weight, bias), needed, strict=True)

@@ -58,10 +58,7 @@ class LMHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Shape: hidden [..., D] -> [..., V], in the model's dtype (autocast's under autocast)."""
-        return self.scale(F.linear(hidden, self.weight, self.bias))
-
-    def scale(self, logits: Tensor) -> Tensor:
-        """What follows the matrix and its bias. Shape: [..., V] -> the same."""
+        logits = F.linear(hidden, self.weight, self.bias)
         if self.multiplier != 1.0:
             logits = logits * self.multiplier
         if self.soft_cap is not None:
@@ -105,36 +102,28 @@ def hidden_states(
     model: nn.Module,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
     past_key_values: Any = None,
     use_cache: bool = False,
 ) -> Tensor | tuple[Tensor, Any]:
     """The hidden states that the head reads: `lm_head_of(model).logits(...)` makes logits of them.
 
     Args:
-        attention_mask: 1 at real tokens, [B, past + T], or whatever else the model takes.
-        position_ids: [B, T]. None counts the real tokens of a 2-D mask, as `generate` does, so that
-            left padding shifts nothing; without a mask, the model's own.
+        attention_mask: 1 at real tokens, [B, past + T], or whatever else the model takes. Positions
+            count the real tokens, as in `generate`, so that left padding shifts nothing.
         past_key_values: a cache of transformers, which grows in place.
         use_cache: also return the cache.
 
     Returns:
         Hidden states [B, T, D]; with `use_cache`, these and the cache.
-
-    Raises:
-        ValueError: if positions are given to a model that takes none (ALiBi reads the mask).
     """
     inner = _inner(model)
     base = inner.base_model
     parameters = _parameters(type(base))
-    takes_positions = "position_ids" in parameters
-    if position_ids is not None and not takes_positions:
-        raise ValueError(f"{type(inner).__name__} takes no position_ids: it reads attention_mask")
+    keywords: dict[str, Any] = {}
     masked = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
-    if position_ids is None and takes_positions and masked:
-        position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        position_ids = position_ids[:, -input_ids.shape[1] :]
-    keywords = {} if position_ids is None else {"position_ids": position_ids}
+    if masked and "position_ids" in parameters:  # ALiBi reads the mask
+        positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        keywords["position_ids"] = positions[:, -input_ids.shape[1] :]
     if past_key_values is not None:  # transformers 5.24 renamed it
         keywords["cache" if "cache" in parameters else "past_key_values"] = past_key_values
     out = base(
