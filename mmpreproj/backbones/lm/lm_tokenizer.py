@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmpreproj.files import write_whole
-from mmpreproj.messages import need
+from mmpreproj.messages import about, need
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,12 +113,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[lis
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and backend.truncation is None and backend.padding is None:
         # as below in two thirds of the time: no character offsets are kept
-        try:
+        with about(f"the tokenizer {tokenizer_name(tokenizer)!r}", "cannot write the text"):
             found = backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # the library has no kind of its own
-            raise ValueError(
-                f"the tokenizer {tokenizer_name(tokenizer)!r} cannot write the text: {error}"
-            ) from error
         return [encoding.ids for encoding in found]
     return tokenizer(
         list(texts),

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmpreproj.hub_cache import hub_dataset
-from mmpreproj.messages import listed, need
+from mmpreproj.messages import about, listed, need
 
 __all__ = ["HFDataset", "JsonLines", "ParquetFile", "Table", "open_bytes", "open_table"]
 
@@ -71,11 +71,8 @@ class ParquetFile(Table):
 
     def __init__(self, path: str):
         self.name = path
-        try:
-            with self._open() as file:
-                self.size = file.metadata.num_rows
-        except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError
-            raise ValueError(f"{path} cannot be read as parquet: {error}") from error
+        with about(path, "cannot be read as parquet"), self._open() as file:
+            self.size = file.metadata.num_rows
         self.digest = scan(path)[0]
 
     def rows(self, start: int = 0, end: int | None = None, columns: Any = None) -> Rows:

@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +47,16 @@ class TokenFile:
             raise ValueError(f"{folder} is not a cache of tokens: {error}") from error
         if size != self.n_tokens * self.dtype.itemsize:
             raise ValueError(f"{self.path} has {size} bytes, not {self.n_tokens} x {self.dtype}")
-        self._ids: np.ndarray | None = None
 
-    @property
+    @cached_property
     def ids(self) -> np.ndarray:
         """Shape: [n_tokens], read-only."""
-        if self._ids is None:  # an empty file cannot be mapped
-            empty = np.empty(0, self.dtype)
-            self._ids = np.memmap(self.path, self.dtype, mode="r") if self.n_tokens else empty
-        return self._ids
+        if not self.n_tokens:  # an empty file cannot be mapped
+            return np.empty(0, self.dtype)
+        return np.memmap(self.path, self.dtype, mode="r")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_ids": None}  # a memory map would be pickled with all it maps
+    def __getstate__(self) -> dict[str, Any]:  # a memory map would be pickled with all it maps
+        return {name: value for name, value in self.__dict__.items() if name != "ids"}
 
 
 def tokens_of(
@@ -87,7 +86,7 @@ def tokens_of(
             warnings.warn(f"{error}; it is made again", stacklevel=2)
             remove_folder(folder)
     with whole_folder(folder) as temporary:
-        with tqdm(desc=title, total=total, disable=None) as bar:  # None: where there is no terminal
+        with tqdm(desc=title, total=total, unit_scale=True, disable=None) as bar:
             header = _write(temporary / TOKENS, pieces, tokenizer, bos, eos, bar.update)
         (temporary / HEADER).write_text(json.dumps(header | about, indent=1))
     return TokenFile(folder)
