@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import nn
 
 from mmpreproj.architectures import SiteRule
-from mmpreproj.reading import Entry, Reader, Unreadable, Value, class_of, values_in, width_of
+from mmpreproj.reading import Entry, Reader, Value, class_of, values_in, width_of
 
 __all__ = ["CROSS", "Left", "NoSite", "mentions_attention", "read_block"]
 
@@ -67,7 +67,7 @@ def read_block(block: nn.Module, inner: Iterable[str]) -> tuple[list[SiteRule], 
         reader = Reader(
             block, paths, lambda path: any(f"{i}.".startswith(f"{path}.") for i in inner)
         )
-    except (Unreadable, RecursionError) as error:
+    except Exception as error:  # of a source that does what nobody thought of
         return [], [Left(path, f"its block's forward cannot be read: {error}") for path in inner]
     return _Block(block, reader).sites()
 
@@ -82,26 +82,28 @@ class _Block:
                 self.users[used].append(value)
 
     def sites(self) -> tuple[list[SiteRule], list[Left]]:
-        found: dict[str, tuple[int, SiteRule]] = {}
+        found: dict[str, dict[SiteRule, int]] = defaultdict(dict)
         left: dict[str, str] = {}
         for core, q_k_v in self.cores():
             path = core.scope[-1] if core.scope else ""
             try:
                 path, group, entry = self.self_attention(core, q_k_v)
-                rule = self.rule(path, group, entry)
-                path = rule.attention
-                if found.setdefault(path, (entry_order(entry), rule))[1] != rule:
-                    found.pop(path)
-                    raise NoSite("what it reads or adds to is not the same wherever it runs")
+                rule = self.rule(path, group, entry, core)
+                found[rule.attention].setdefault(rule, entry_order(entry))
             except NoSite as error:
                 left.setdefault(path, str(error))
+        for path, rules in list(found.items()):
+            if len(rules) > 1:
+                left[path] = "what it reads or adds to is not the same wherever it runs"
+                del found[path]
         for value in self.reader.values:
             unread = value.op == "call" and isinstance(value.key, str)
             if unread and re.search(
                 "att", class_of(self.block.get_submodule(value.module)).__name__, re.I
             ):
                 left.setdefault(value.module, f"its forward cannot be read: {value.key}")
-        rules = [rule for _, rule in sorted(found.values(), key=lambda item: item[0])]
+        orders = {rule: order for rules in found.values() for rule, order in rules.items()}
+        rules = sorted(orders, key=orders.__getitem__)
         inside = [rule.attention for rule in rules]
         return rules, [
             Left(path, why)
@@ -110,35 +112,32 @@ class _Block:
         ]
 
     def cores(self) -> Iterator[tuple[Value, list[Value]]]:
-        """Every attention, with its q, k and v."""
+        """Every attention, with its q, its k and what may be its v."""
         for value in self.reader.values:
-            if value.op == "attend":
-                if len(value.inputs) == 3 or value.scope:
-                    yield value, [value.inputs[i] for i in (0, min(1, len(value.inputs) - 1), -1)]
+            if value.op == "attend" and value.scope:
+                made = [v for v in value.inputs if any(w.op == "call" for w in self.before(v))]
+                q_k_v = made if len(made) > 2 else list(value.inputs)
+                yield value, [q_k_v[0], q_k_v[min(1, len(q_k_v) - 1)], q_k_v[-1]]
             elif value.op == "softmax":
-                product = self.nearest(value, lambda v: v.inputs, value.scope)
-                use = self.nearest(value, lambda v: self.users[v], value.scope)
-                if product is not None and use is not None:
-                    weights = self.behind(value)
-                    rest = [v for v in use.inputs if v not in weights]
-                    yield value, [*product.inputs[:2], *rest[:1]]
+                uses = self.products(value, lambda v: self.users[v])
+                weights = self.behind(value) if uses else set()
+                values = [v for use in uses for v in use.inputs if v not in weights]
+                for product in self.products(value, lambda v: v.inputs) if uses else ():
+                    yield value, [*product.inputs[:2], *values]
 
-    def nearest(self, of: Value, next_to: Callable, scope: tuple[str, ...]) -> Value | None:
-        """The nearest product of two values, within the same module."""
-        seen, line = {of}, [of]
+    def products(self, of: Value, next_to: Callable) -> list[Value]:
+        """The nearest products of two values, within the same module."""
+        seen, line, found = {of}, [of], []
         for value in line:
             for each in next_to(value):
-                products = [v for v in each.inputs if v.op != "fact"]
-                if each.op == "matmul" and len(products) > 1:
-                    return each
-                if (
-                    each not in seen
-                    and each.scope[: len(scope)] == scope
-                    and (each.op != "enter" or len(each.scope) > len(scope))
-                ):
-                    seen.add(each)
+                if each in seen or each.scope[: len(of.scope)] != of.scope:
+                    continue
+                seen.add(each)
+                if each.op == "matmul" and sum(v.op != "fact" for v in each.inputs) > 1:
+                    found.append(each)
+                elif each.op != "enter" or len(each.scope) > len(of.scope):
                     line.append(each)
-        return None
+        return found
 
     def behind(self, of: Value) -> set[Value]:
         seen, line = {of}, [of]
@@ -179,7 +178,8 @@ class _Block:
                     if isinstance(given, Value):
                         groups[origin].append(name)
             for origin, names in groups.items():
-                if len(sources) > 1 and all(of[origin] & source for source in sources):
+                keys = all(of[origin] & source for source in sources[:2])
+                if keys and (len(sources) < 3 or any(of[origin] & v for v in sources[2:])):
                     if _CHANNELS.search(_class_name(self.block, path)):
                         raise NoSite("it attends across channels, not tokens")
                     parts = {
@@ -198,12 +198,14 @@ class _Block:
             raise NoSite("its q, k and v read no one input")
         own = sources[0] | {self.reader.first}
         of_keys = [v.key for v in sources[1] if v.op == "input" and v not in own]
-        if any(re.search("kv|shared", name) for name in of_keys):
+        if any(re.search("kv|shared", str(name)) for name in of_keys):
             raise NoSite("it reads the keys and values of another layer")
         raise NoSite(CROSS)
 
-    def rule(self, path: str, names: list[str], entry: Entry) -> SiteRule:
+    def rule(self, path: str, names: list[str], entry: Entry, core: Value) -> SiteRule:
         x_hat = entry.arguments[names[0]]
+        if _branch(entry) not in self.behind(core):
+            raise NoSite("it is not what its module returns first")
         branch, chain, total = self.followed(path, entry, x_hat)
         # the outermost module that takes x̂ alone to the same branch, such as one with the output's
         # projection beside the attention
@@ -237,11 +239,7 @@ class _Block:
 
     def followed(self, path: str, entry: Entry, x_hat: Value) -> tuple[Value, list[Value], Value]:
         """What the attention returns, what it goes through, and the residual sum it ends in."""
-        branch = entry.output
-        while type(branch) in (tuple, list) and branch:
-            branch = branch[0]
-        if not isinstance(branch, Value):
-            raise NoSite(f"it returns a {type(entry.output).__name__}, not its branch first")
+        branch = _branch(entry)
         stream = self.stream(x_hat)
         if self.carries(branch, stream):  # it adds the residual itself
             if self.carries(branch, {x_hat}):
@@ -316,7 +314,7 @@ class _Block:
             if not f"{path}.".startswith(f"{inner}."):
                 self.passes(total, inner)
                 return _Join(inner, True, 1.0, len(chain))
-        return self.carried(total, len(chain))
+        return self.carried(total, chain)
 
     def checked(self, join: _Join, branch: Value) -> _Join:
         made = [v for v in self.reader.values if v.module == join.join and v.op in ("call", "drop")]
@@ -336,8 +334,10 @@ class _Block:
                     line.append(use)
         raise NoSite(f"its branch is scaled in {inner}, which changes the sum as well")
 
-    def carried(self, total: Value, place: int) -> _Join:
+    def carried(self, total: Value, chain: list[Value]) -> _Join:
         """The skip joins where the sum is read next, and what the block returns."""
+        if any(value.key == "unsqueeze" for value in chain):
+            raise NoSite("its branch is spread over several residual streams")
         readers: dict[str, int] = {}
         line, seen, returned = [total], {total}, False
         outputs = set(list(values_in(self.reader.output))[:1])
@@ -356,7 +356,7 @@ class _Block:
                     )
         if len(readers) != 1 or any(n > 1 for n in readers.values()):
             raise NoSite(f"a parameter scales its branch, with no module behind, {total.line}")
-        return _Join(next(iter(readers)), False, 1.0, place, returned)
+        return _Join(next(iter(readers)), False, 1.0, len(chain), returned)
 
     def first_reader(self, x_hat: Value, path: str) -> str | None:
         """The first module in the attention that reads x̂ itself."""
@@ -436,6 +436,16 @@ def entry_order(entry: Entry) -> int:
 def entry_scope(entry: Entry) -> tuple[str, ...]:
     """The modules around the one that is entered, the outermost first."""
     return next((v.scope[:-1] for v in values_in(entry.arguments)), ())
+
+
+def _branch(entry: Entry) -> Value:
+    """What a module returns, the first of it where it is several."""
+    branch = entry.output
+    while isinstance(branch, (tuple, list)) and branch:
+        branch = branch[0]
+    if not isinstance(branch, Value):
+        raise NoSite(f"it returns a {type(entry.output).__name__}, not its branch first")
+    return branch
 
 
 def _is_tensor(value: Value) -> bool:

@@ -302,9 +302,12 @@ class Reader(Walker):
             if len(q_k_v) == 3:
                 return self.value("attend", *q_k_v)
         if isinstance(of, list) and name in ("append", "extend", "insert") and id(of) in self.made:
-            return function(*args)
+            whole = name == "extend" and isinstance(args[0], Value)
+            return of.append(args[0]) if whole else function(*args)
         if function is nn.Softmax:
             return function()
+        if isinstance(function, type) and hasattr(function, "_fields"):  # a named tuple
+            return function(*args, **kwargs)
         if isinstance(function, Value):
             method = function.op == "item" and isinstance(function.key, str)
             of = function.inputs if method else (function,)
@@ -373,7 +376,7 @@ class Reader(Walker):
         values = list(values_in((args, kwargs)))
         if values and all(v.op == "fact" for v in values):
             op = "fact"
-        return self.value(op or "other", args, kwargs)
+        return self.value(op or "other", args, kwargs, key=plain if op == "shape" else None)
 
     def call_module(self, module: nn.Module, args: list, kwargs: dict) -> Any:
         path, cls = self.paths.get(id(module)), class_of(module)
@@ -422,6 +425,9 @@ class Reader(Walker):
     def _marked(self, given: Any, op: str, path: str, key: Any) -> Any:
         if isinstance(given, Value):
             return self.value(op, given, module=path, key=key)
+        if hasattr(given, "_fields"):
+            marked = [self._marked(v, op, path, i) for i, v in enumerate(given)]
+            return type(given)(*marked)
         if type(given) in (tuple, list):
             keys = range(len(given)) if op == "out" else [key] * len(given)
             return type(given)(

@@ -303,7 +303,8 @@ class Walker:
         if a is b:
             return a
         if isinstance(a, (tuple, list)) and type(a) is type(b) and len(a) == len(b):
-            return type(a)(map(self.either, a, b))
+            both = [self.either(*pair) for pair in zip(a, b, strict=True)]
+            return type(a)(*both) if hasattr(a, "_fields") else type(a)(both)
         try:
             if not self.has_unknown((a, b)) and type(a) is type(b) and bool(a == b):
                 return a

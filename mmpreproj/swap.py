@@ -171,7 +171,8 @@ def _joined(branch: Any, handoff: Handoff) -> Any:
 def _added(out: Any, skip: Tensor) -> Any:
     """What a module returns with the skip in it: in a tuple or a list, in its first element."""
     if isinstance(out, (tuple, list)):
-        return type(out)((_added(out[0], skip), *out[1:]))
+        parts = (_added(out[0], skip), *out[1:])
+        return type(out)(*parts) if hasattr(out, "_fields") else type(out)(parts)
     return out + skip.reshape(out.shape)
 
 
