@@ -32,7 +32,7 @@ def parse_json(content: str | bytes, place: str | os.PathLike[str]) -> Any:
     except RecursionError as error:
         raise ValueError(f"{place} is not read: its JSON is nested too deeply") from error
     except ValueError as error:  # an integer of thousands of digits is one, too
-        raise ValueError(f"{place} is not valid JSON: {error}") from error
+        raise ValueError(f"{place} is not JSON: {error}") from error
 
 
 def cache_folder(kind: str) -> Path:

@@ -66,7 +66,7 @@ def test_reading_what_is_no_record_says_so(tmp_path):
     with pytest.raises(ValueError, match="must hold a JSON object, found list"):
         read_record(tmp_path)
     (tmp_path / "record.json").write_text("{")
-    with pytest.raises(ValueError, match="not valid JSON"):
+    with pytest.raises(ValueError, match="is not JSON"):
         read_record(tmp_path)
 
 

@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mmpreproj.messages import short
+
 __all__ = ["ChoiceItem", "LambadaItem", "read_choices", "read_lambada"]
 
 Row = Mapping[str, Any]
@@ -100,11 +102,17 @@ def read_choices(source: str | Path, delimiter: str = " ") -> list[ChoiceItem]:
         context, choices, gold = _FORMS[form](row)
         choices = list(choices)
         if len(choices) < 2 or not all(isinstance(c, str) and c.strip() for c in choices):
-            raise ValueError(f"at least two choices that are not empty are needed, found {choices}")
+            raise ValueError(
+                f"at least two choices that are not empty are needed, found {short(choices)}"
+            )
         if isinstance(gold, bool) or not re.fullmatch(r"\d+", str(gold)):
-            raise ValueError(f"the index of the right choice is {gold!r} (a part without answers?)")
+            raise ValueError(
+                f"the index of the right choice is {short(gold)} (a part without answers?)"
+            )
         if int(gold) >= len(choices):
-            raise ValueError(f"the right choice is {gold}, but there are {len(choices)} (from 0)")
+            raise ValueError(
+                f"the right choice is {short(int(gold))}, but there are {len(choices)} (from 0)"
+            )
         return ChoiceItem(context, tuple(choices), int(gold), delimiter, always=form != "query")
 
     columns = (
@@ -116,6 +124,8 @@ def read_choices(source: str | Path, delimiter: str = " ") -> list[ChoiceItem]:
 
 def _hellaswag(row: Row) -> tuple[str, Iterable[str], Any]:
     def clean(text: str) -> str:  # WikiHow's marks, in the harness's order
+        if not isinstance(text, str):
+            raise ValueError(f"'endings' must be texts, found {short(text)}")
         text = text.strip().replace(" [title]", ". ")
         return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -134,7 +144,7 @@ def _piqa(row: Row) -> tuple[str, Iterable[str], Any]:
 
 def _arc(row: Row) -> tuple[str, Iterable[str], Any]:
     labels, key = list(row["choices"]["label"]), row["answerKey"]
-    gold = labels.index(key) if key in labels else f"that of {key!r} in {labels}"
+    gold = labels.index(key) if key in labels else f"that of {short(key)} in {short(labels)}"
     return f"Question: {_text(row, 'question')}\nAnswer:", row["choices"]["text"], gold
 
 
@@ -156,7 +166,7 @@ def _behind(continuation: str, context: str, delimiter: str, always: bool = Fals
 
 def _text(row: Row, name: str) -> str:
     if not isinstance(row[name], str):
-        raise ValueError(f"{name!r} must be text, found {row[name]!r}")
+        raise ValueError(f"{name!r} must be text, found {short(row[name])}")
     return row[name]
 
 
@@ -166,8 +176,9 @@ def _read(source: str | Path, make: Callable[[Row], Item], columns: str) -> list
         try:
             items.append(make(row))
         except KeyError as error:
+            found = short(sorted(row))
             raise ValueError(
-                f"{place}: no {error.args[0]!r} among {sorted(row)}; the columns are {columns}"
+                f"{place}: no {error.args[0]!r} among {found}; the columns are {columns}"
             ) from error
         except (ValueError, TypeError) as error:
             raise ValueError(f"{place}: {error}") from error

@@ -10,7 +10,6 @@ import bz2
 import gzip
 import hashlib
 import itertools
-import json
 import lzma
 import os
 import zlib
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mmpreproj.files import parse_json
 from mmpreproj.hub_cache import hub_dataset
 from mmpreproj.messages import about, listed, need
 
@@ -56,11 +56,11 @@ class JsonLines(Table):
             for number, line in itertools.islice(filled, start, end):
                 place = f"{self.name}, line {number}"
                 try:
-                    row = json.loads(line.decode())
+                    row = parse_json(line.decode(), place)
                 except UnicodeDecodeError as error:
                     raise ValueError(f"{place} is {not_utf8(error, of=' of the line')}") from error
                 except ValueError as error:
-                    raise ValueError(f"{place} is not JSON: {error}. One object a line") from error
+                    raise ValueError(f"{error}. One object a line") from error
                 if not isinstance(row, dict):
                     raise ValueError(f"{place} is {kind(row)}, where an object is expected")
                 yield place, row
@@ -76,7 +76,7 @@ class ParquetFile(Table):
         self.digest = scan(path)[0]
 
     def rows(self, start: int = 0, end: int | None = None, columns: Any = None) -> Rows:
-        with self._open() as file:
+        with about(self.name, "cannot be read as parquet"), self._open() as file:
             batches = file.iter_batches(256, columns=columns)
             rows = (row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(itertools.islice(rows, start, end), start):
@@ -114,7 +114,9 @@ def open_table(name: str) -> Table | None:
     if name.startswith("hf:"):
         return HFDataset(hub_dataset(name), name, salt=name)
     if os.path.isdir(name):
-        dataset = need("datasets", name, "text").load_from_disk(name)
+        datasets = need("datasets", name, "text")
+        with about(name, "cannot be read as a data set of Hugging Face's library"):
+            dataset = datasets.load_from_disk(name)
         if isinstance(dataset, dict):
             one = listed(os.path.join(name, split) for split in sorted(dataset))
             raise ValueError(f"{name} holds several data sets; name the one that is meant: {one}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from functools import cached_property
@@ -206,16 +207,21 @@ class TextDataModule(LabelledDataModule):
             return
         if split == "train":
             raise ValueError(
-                "there is no text to train on: all of it is held out. Give more text, or lower "
-                "val_fraction and test_fraction"
+                f"there is no text to train on: all of {self._told('train')} is held out. Give "
+                "more text, or lower val_fraction and test_fraction"
             )
         for source, start, end in self.ranges["train"]:
             next(source.pieces(start, end), None)  # what is no text at all says so, first
         raise ValueError(
             f"there is no text for the {split} split: {split}_fraction={self.held_out[split]} of "
-            f"the training text holds no line or row. Name text with {split}, or raise "
-            f"{split}_fraction"
+            f"the training text ({self._told('train')}) holds no line or row. Name text with "
+            f"{split}, or raise {split}_fraction"
         )
+
+    def _told(self, split: str) -> str:
+        """The text of a split for a message, or all text where it has none."""
+        ranges = self.ranges[split] or itertools.chain(*self.ranges.values())
+        return listed(dict.fromkeys(source.name for source, _, _ in ranges), most=3)
 
     def has_split(self, split: str) -> bool:
         """Whether the settings have such a split.
@@ -318,8 +324,8 @@ class TextDataModule(LabelledDataModule):
             needed = self.block_size + 1 if whole else 2
             raise ValueError(
                 f"the {split} split has {tokens.n_tokens} tokens, fewer than the {needed} of one "
-                f"block (block_size={self.block_size}) and what follows it: give more text, or a "
-                "smaller --data.block_size"
+                f"block (block_size={self.block_size}) and what follows it: give more text than "
+                f"{self._told(split)}, or a smaller --data.block_size"
             )
         return blocks
 
