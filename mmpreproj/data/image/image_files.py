@@ -15,6 +15,8 @@ Then come timm's transforms. Pixels are normalised on the model's device, or her
 
 import dataclasses
 import functools
+import io
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -33,6 +35,7 @@ __all__ = ["AugmentConfig", "UnreadableImage", "eval_transform", "load_image", "
 __all__ += ["to_channels", "train_transform"]
 
 ORIENTATION_TAG = 0x0112
+TILE = 2048
 
 # Damaged metadata says nothing about the pixels, and in a large collection these messages come by
 # the thousand.
@@ -65,8 +68,11 @@ def load_image(
         if isinstance(source, Image.Image):
             return to_channels(source, channels)
         with open(source, "rb") if is_path else source as file:
-            with Image.open(file) as image:
+            # in memory, as PIL asks a file for as many bytes as a damaged one says that it has
+            with Image.open(io.BytesIO(file.read())) as image:
                 image.load()
+                if _orientation(image) != 1:
+                    ImageOps.exif_transpose(image, in_place=True)
                 return to_channels(image, channels)
     except MemoryError:
         raise  # says something about this machine, not about the file
@@ -87,12 +93,9 @@ def to_channels(image: Image.Image, channels: int) -> Image.Image:
     if _orientation(image) != 1:
         image = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
-        image = _wide_to_grey(image)
+        image = _by_tiles(_wide_to_grey, image, "L")
     elif image.has_transparency_data:
-        layer = image.convert("RGBA")
-        image = Image.new("RGBA", layer.size, "white")
-        image.alpha_composite(layer)
-        image = image.convert("RGB")
+        image = _by_tiles(_over_white, image, "RGB")
     elif image.mode == mode:
         return image
     elif image.mode in ("CMYK", "P", "1", "L"):
@@ -107,6 +110,25 @@ def _orientation(image: Image.Image) -> int:
         return image.getexif().get(ORIENTATION_TAG, 1)
     except Exception:  # damaged metadata around sound pixels: as if there were none
         return 1
+
+
+def _by_tiles(
+    change: Callable[[Image.Image], Image.Image], image: Image.Image, mode: str
+) -> Image.Image:
+    """The image changed tile by tile, so that of a large one there are not several copies."""
+    width, height = image.size
+    changed = Image.new(mode, image.size)
+    for left, top in itertools.product(range(0, width, TILE), range(0, height, TILE)):
+        box = (left, top, min(left + TILE, width), min(top + TILE, height))
+        changed.paste(change(image.crop(box)), box)
+    return changed
+
+
+def _over_white(image: Image.Image) -> Image.Image:
+    layer = image.convert("RGBA")
+    white = Image.new("RGBA", layer.size, "white")
+    white.alpha_composite(layer)
+    return white.convert("RGB")
 
 
 def _wide_to_grey(image: Image.Image) -> Image.Image:

@@ -5,6 +5,7 @@ All are a `FileList`: paths, and for each label set (usually one, "class") a cla
 
 import csv
 import io
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import numpy as np
 
 from mmpreproj.data.labelled_files import FileList, FolderSource, encoded, files_below
 from mmpreproj.data.vision import NothingToReport
+from mmpreproj.messages import short
 
 __all__ = ["split_path", "read_videos"]
 
@@ -152,9 +154,9 @@ def _spaced(file: Path, number: int, line: str, is_first: bool) -> list[str]:
     if len(fields) == 2 and (is_first and _is_header(fields) or "/" in fields[0]):
         return fields
     raise ValueError(
-        f"{file}, line {number}: {line!r} is not understood; expected columns: path and label, "
-        "separated by a blank, a comma or a tab, as in  my clips/jump.mp4 3  (or an official "
-        "Kinetics CSV, whose first line is label,youtube_id,time_start,time_end,split)"
+        f"{file}, line {number}: {short(line)} is not understood; expected columns: path "
+        "and label, separated by a blank, a comma or a tab, as in  my clips/jump.mp4 3  (or an "
+        "official Kinetics CSV, whose first line is label,youtube_id,time_start,time_end,split)"
     )
 
 
@@ -175,21 +177,21 @@ def _columns(
     columns = {name.lower(): i for i, name in enumerate(fields)}
     if not set(KINETICS_COLUMNS) <= set(columns) and not set(PATH_COLUMNS) & set(columns):
         raise ValueError(
-            f"{file}, line {number}: no column of paths among {fields}; one called 'path' is "
-            f"expected, or Kinetics' {', '.join(KINETICS_COLUMNS)}"
+            f"{file}, line {number}: no column of paths among {short(fields)}; one called 'path' "
+            f"is expected, or Kinetics' {', '.join(KINETICS_COLUMNS)}"
         )
     if label_columns is None or list(label_columns) == ["label"]:
         found = [name for name in LABEL_COLUMNS if name in columns]
         if not found:
             raise ValueError(
-                f"{file}, line {number}: no column of labels among {fields}; one called 'label' is "
-                "expected, or name it with label_columns (a test list without labels cannot be "
-                "scored)"
+                f"{file}, line {number}: no column of labels among {short(fields)}; one called "
+                "'label' is expected, or name it with label_columns (a test list without labels "
+                "cannot be scored)"
             )
         return columns, {"class": columns[found[0]]}
     absent = [name for name in label_columns if name.lower() not in columns]
     if absent:
-        raise ValueError(f"{file}, line {number}: no columns {absent} among {fields}")
+        raise ValueError(f"{file}, line {number}: no columns {absent} among {short(fields)}")
     return columns, {name: columns[name.lower()] for name in label_columns}
 
 
@@ -211,13 +213,15 @@ def _read_list(file: Path, root: Path, label_columns: Sequence[str] | None) -> F
             if len(label) == 1 and re.fullmatch(r"\d+(\s+\d+)+", label[0]):
                 raise ValueError(
                     f"{file}, line {number}: {len(label[0].split())} numbers behind the path "
-                    f"({label[0]!r}); expected columns: path and label (no clip length, one label)"
+                    f"({short(label[0])}); expected columns: path and label (no clip length, one "
+                    "label)"
                 )
     for number, fields in rows:
         if len(fields) != width or not all(fields[i] for i in labels.values()):
             raise ValueError(
-                f"{file}, line {number}: {len(fields)} columns {fields}, but {width} are expected, "
-                "none of the labels empty (a comma in a path needs quotes around the path)"
+                f"{file}, line {number}: {len(fields)} columns {short(fields)}, but {width} are "
+                "expected, none of the labels empty (a comma in a path needs quotes around the "
+                "path)"
             )
     if set(KINETICS_COLUMNS) <= set(columns):
         paths = _kinetics_clips(file, rows, columns, root)
@@ -246,12 +250,17 @@ def _kinetics_clips(file: Path, rows: list[Row], columns: dict[str, int], root: 
     paths = []
     for number, fields in rows:
         name, *times = (fields[columns[column]] for column in KINETICS_COLUMNS)
+        if not {"/", "\0", os.sep}.isdisjoint(name):
+            raise ValueError(
+                f"{file}, line {number}: youtube_id {short(name)} is none: it would name a file in "
+                "another folder"
+            )
         try:
             start, end = (int(float(time)) for time in times)
         except (ValueError, OverflowError):  # no number, NaN, infinity
             raise ValueError(
                 f"{file}, line {number}: time_start and time_end are seconds, got "
-                f"{times[0]!r} and {times[1]!r}"
+                f"{short(times[0])} and {short(times[1])}"
             ) from None
         stem = f"{name}_{start:06d}_{end:06d}"
         paths.append(there.get(stem) or os.path.join(folder, f"{stem}.mp4"))
@@ -270,15 +279,18 @@ def class_ids(origin: str, name: str, values: Sequence[str]) -> tuple[list[str],
         if numeric.any():
             raise ValueError(
                 f"{origin}: the labels ({name}) mix numbers and text, for example "
-                f"{values[int(numeric.argmax())]!r} and {values[int(numeric.argmin())]!r}: use one "
-                "of the two throughout"
+                f"{short(values[int(numeric.argmax())])} and "
+                f"{short(values[int(numeric.argmin())])}: use one of the two throughout"
             )
         classes, ids = np.unique(np.array(values), return_inverse=True)
         return classes.tolist(), ids.astype(np.int64)
-    ids = np.array([int(value) for value in values], dtype=np.int64)
-    if ids.min() < 0 or ids.max() > MAX_CLASS_ID:
+    # beyond 18 digits neither int64 nor, at some length, Python takes them
+    numbers = [int(value) if len(value) <= 18 else math.inf for value in values]
+    if min(numbers) < 0 or max(numbers) > MAX_CLASS_ID:
+        ends = (values[numbers.index(end)] for end in (min(numbers), max(numbers)))
+        low, high = (short(value).strip("'") for value in ends)
         raise ValueError(
-            f"{origin}: class numbers ({name}) run from {ids.min()} to {ids.max()}; from 0 to "
+            f"{origin}: class numbers ({name}) run from {low} to {high}; from 0 to "
             f"{MAX_CLASS_ID} are expected (a label of -1 or a clip length in its place?)"
         )
-    return [str(i) for i in range(ids.max() + 1)], ids
+    return [str(i) for i in range(max(numbers) + 1)], np.array(numbers, dtype=np.int64)
