@@ -120,10 +120,15 @@ def explain(error: Exception, parser: ArgumentParser) -> str:
         near = nearest(".".join(unknown), takes, most=1)
         hint = f"did you mean --{inside}{near[0]}?" if near else f"there are {', '.join(beside)}"
         return f"there is no --{inside}{'.'.join(unknown)}; {hint}"
+    if found := re.search(r"argument after \*\* must be a mapping, not (\w+)$", said[-1]):
+        return (
+            f"a setting that holds others, such as optimizer or schedule, is of type {found[1]}; "
+            "leave it out for its defaults"
+        )
     _, wrong, value = said[-1].rpartition(". Got value: ")
     if keys and wrong and takes.get(keys[-1]):
-        return f"{'.'.join(keys)}: expected {_spelled(takes[keys[-1]])}, found {value!r}"
-    return ": ".join(filter(None, [".".join(keys), said[-1]]))
+        return f"{'.'.join(keys)}: expected {_spelled(takes[keys[-1]])}, found {short(value)}"
+    return ": ".join(filter(None, [".".join(keys), _cut(said[-1], 2000)]))
 
 
 def _starts(pattern: str, texts: Iterable[str]) -> list[str]:

@@ -99,7 +99,9 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: naming the file, if it is not valid, holds no mapping, or more than MOST_VALUES.
     """
     with about(path, "is not valid YAML"):
-        found = yaml.safe_load(Path(path).read_bytes().decode())
+        # as jsonargparse reads it, where libyaml is there
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        found = yaml.load(Path(path).read_bytes().decode(), loader)
         if not isinstance(found, dict):
             raise ValueError(f"it holds {short(found)}, where keys and their values are expected")
         values, n = [found], 0

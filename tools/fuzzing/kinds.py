@@ -261,8 +261,8 @@ def read_resumed(path: Path) -> None:
     main(["--resume", str(folder)])
 
 
-CLI_NAMES = ("model", "data", "trainer", "run", "seed_everything", "optimizer", "schedule", "--")
-ADAPTERS, LIKE = sound.adapters, dict(read=read_adapter, told=("adapter",))
+SETTINGS = "model data trainer run seed_everything optimizer schedule devices controls key --"
+SETTINGS += " label_smoothing ema_decay freeze_base lora mix prompts batch_size block_size"
 KINDS = {
     "jpeg": Kind(sound.jpegs, container(m.jpeg), read_image),
     "png": Kind(sound.pngs, change_png, read_image),
@@ -280,7 +280,7 @@ KINDS = {
     "jsonl": Kind(sound.rows_of_text, change_lines, read_text),
     "parquet": Kind(sound.parquets, change_parquet, read_text),
     "items": Kind(sound.items, change_lines, read_items),
-    "config": Kind(sound.configs, change_yaml, read_config, told=CLI_NAMES),
+    "config": Kind(sound.configs, change_yaml, read_config, told=tuple(SETTINGS.split())),
     "adapter-json": Kind(
         lambda f: sound.adapters(f, ".json"), change_json, read_adapter, told=("adapter",)
     ),
