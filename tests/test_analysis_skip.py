@@ -19,6 +19,7 @@ def attached(name="vit_tiny_patch16_224", **config):
     return model
 
 
+@pytest.mark.slow
 def test_weight_strength_of_a_multiple_of_the_identity_is_that_multiple():
     model = attached()
     for factor, module in enumerate(mmpreproj.preproj_modules(model).values()):

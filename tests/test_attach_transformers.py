@@ -69,6 +69,7 @@ def test_attach_leaves_outputs_bit_identical_and_detach_gives_the_base_back(name
     assert not any("preproj" in attribute for m in model.modules() for attribute in vars(m))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "bert", "dinov2", "gpt2"])
 def test_bit_identity_holds_in_bfloat16_and_new_parameters_follow(name):
     model = tiny(name, torch.bfloat16)
@@ -181,6 +182,7 @@ def test_divided_space_time_is_the_formula_twice():
     assert_close(after.input, torch.cat([cls + total[:, :, 0].mean(1, keepdim=True), rest], dim=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, config, cross",
     [
@@ -224,6 +226,7 @@ def test_recorded_hidden_states_and_attentions_are_those_of_the_base(name):
         assert all(map(torch.equal, found[kind], before[kind]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "granite", "bert", "beit", "t5"])
 def test_copies_and_pickles_are_independent_and_equal(name):
     model = perturb(attach(tiny(name)))

@@ -227,6 +227,7 @@ def test_checkpointing_leaves_a_frozen_base_without_drop_path(tmp_path):
     assert torch.equal(logits(model, x), logits(model.eval(), x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["deit_distilled", "vjepa2"])
 def test_a_reset_head_keeps_precision_and_leaves_the_rest(case, tmp_path):
     saved(case, tmp_path)

@@ -144,6 +144,7 @@ def test_what_is_no_decoder_is_refused(name):
         lm_head_of(model)
 
 
+@pytest.mark.slow
 def test_heads_that_are_not_a_plain_matrix_are_refused():
     offloaded = tiny("llama", tie_word_embeddings=False)
     offloaded.lm_head.to("meta")
@@ -160,6 +161,7 @@ def test_heads_that_are_not_a_plain_matrix_are_refused():
         lm_head_of(compiled)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_under_peft_the_adapters_act_in_the_hidden_states():
     peft = pytest.importorskip("peft")

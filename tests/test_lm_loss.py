@@ -70,6 +70,7 @@ def own_loss(model, ids):
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_the_models_own_in_float64(name):
     model = tiny(name.split()[0], torch.float64, **MODELS[name])

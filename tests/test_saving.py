@@ -183,6 +183,7 @@ def test_a_broken_config_says_so(saved, content, told):
         load(fresh(weights), folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "field, value, told",
     [

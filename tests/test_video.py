@@ -34,6 +34,7 @@ def test_registered_sizes_are_the_image_models_in_three_dimensions(size, attenti
     assert len(preproj_modules(model)) == (2 if attention == "divided" else 1) * depth
 
 
+@pytest.mark.slow
 def test_models_are_listed_and_carry_their_data_config():
     assert timm.list_models("video_vit_preproj*") == [
         f"video_vit_preproj_{s}" for s in sorted(SIZES)
