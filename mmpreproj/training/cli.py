@@ -350,5 +350,7 @@ def main(args: Sequence[str] | None = None) -> Path:
     if record.is_file() and read_record(record).get("finished"):
         print(f"{folder} is complete already: see {record}", flush=True)
         return folder
-    config_path = os.fspath(folder / "config.yaml")
-    return TrainCLI(["--config", config_path], folder.parent.name, folder).train()
+    config_path = folder / "config.yaml"
+    with about(config_path, "cannot be gone on with"):
+        cli = TrainCLI(["--config", os.fspath(config_path)], folder.parent.name, folder)
+    return cli.train()
