@@ -28,7 +28,7 @@ from mmpreproj.attach import (
 from mmpreproj.files import parse_json, write_whole
 from mmpreproj.messages import about, listed, short
 from mmpreproj.preproj import PreProjConfig
-from mmpreproj.sites import find_sites
+from mmpreproj.sites import chosen, find, find_sites
 
 __all__ = ["fingerprint", "load", "save"]
 
@@ -102,6 +102,9 @@ def load(
     refuse_compiled(model)
     described, config, tensors = _read(Path(path))
     before = attachment_of(model)
+    if before.config is None:
+        with about(path, "does not fit this model"):
+            config = _of_stacks(model, config, tensors)
     if before.config is not None and before.config != config:
         raise ValueError(f"{path} was saved with {config}, but the model carries {before.config}")
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
@@ -251,14 +254,37 @@ def _base_name(model: nn.Module) -> str | None:
     return name or getattr(getattr(model, "config", None), "name_or_path", None) or None
 
 
+def _of_stacks(
+    model: nn.Module, config: PreProjConfig, tensors: dict[str, Tensor]
+) -> PreProjConfig:
+    """The config as it was meant: a folder may be older than what is known of the model's stacks.
+
+    Then it holds tensors for some of the stacks that its config takes now, and these are named.
+    """
+    saved = {name.partition(".preproj.")[0] for name in tensors if ".preproj." in name}
+    found = find(model, config)
+    wanted = {site.attention for site in chosen(found, config)}
+    layers: dict[str, list[int]] = {}
+    whole: set[str] = set()
+    for stack, blocks in found.stacks.items():
+        paths = [{site.attention for site in sites} & wanted for sites in blocks.values()]
+        if saved.intersection(set().union(*paths)):
+            layers[stack] = [number for number, held in enumerate(paths) if held]
+            whole.update(*paths)
+    older = saved < wanted and saved == whole  # whole stacks are missing, not some tensors
+    return dataclasses.replace(config, layers=layers) if older and layers else config
+
+
 def _base_shape(model: nn.Module, config: PreProjConfig) -> dict[str, Any]:
     """Architecture, width and depth: the parts of a base that cannot be let differ."""
     widths = sorted({module.dim for module in preproj_modules(model).values()})
-    sites = find_sites(model, dataclasses.replace(config, layers=None))
+    found = find(model, config)
+    stacks = config.layers if isinstance(config.layers, dict) else found.stacks
+    depth = sum(len(sites) for stack in stacks for sites in found.stacks[stack].values())
     return {
         "architecture": type(model).__name__,
         "width": widths[0] if len(widths) == 1 else widths,
-        "depth": len(sites),
+        "depth": depth,
     }
 
 

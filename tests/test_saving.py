@@ -226,3 +226,26 @@ def test_a_truncated_weight_file_says_so(saved):
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match="cannot be read"):
         load(fresh(weights), folder)
+
+
+def test_a_folder_from_before_a_stack_was_known_loads_onto_the_stacks_it_has(tmp_path):
+    transformers_models = pytest.importorskip("transformers_models")
+    model = perturb(attach(transformers_models.tiny("t5"), PreProjConfig(within="encoder")))
+    weights = {k: v for k, v in model.state_dict().items() if "preproj" not in k}
+    folder = save(model, tmp_path / "adapter")
+    described = json.loads((folder / "preproj.json").read_text())
+    del described["config"]["within"]  # as it was written when no decoder was known
+    (folder / "preproj.json").write_text(json.dumps(described))
+    other = transformers_models.tiny("t5")
+    other.load_state_dict(weights)
+    load(other, folder)
+    assert list(preproj_modules(other)) == list(preproj_modules(model))
+    x = transformers_models.inputs(model)
+    assert torch.equal(*(transformers_models.outputs(m, x) for m in (model, other)))
+    save(other, tmp_path / "again")
+    tensors = load_file(folder / "preproj.safetensors")
+    for name in [name for name in tensors if ".block.1." in name]:
+        del tensors[name]
+    save_file(tensors, folder / "preproj.safetensors")  # half a stack is a fault
+    with pytest.raises(ValueError, match="does not fit this model|was saved from"):
+        load(detach(other), folder)
