@@ -1,12 +1,8 @@
-"""The architectures that are known: where a block's self-attention is, and where its skip joins.
+"""What is known of a self-attention, and the blocks that cannot be read.
 
-The table is keyed by the class of the transformer block, not by the model: whatever is built from a
-known block is supported, under whichever head it stands, and nothing of timm's or transformers' own
-classes is imported. A block's row says where its self-attention is (by path, so that a
-cross-attention of the same class is never taken) and what stands between that attention and the
-residual add. Where something scales or norms the branch there (LayerScale, a norm behind
-attention), a skip added at the attention's output would be scaled too, which is not the method: it
-joins at a later module, behind the scale.
+What a block's forward does is read off its source (`mmpreproj.blocks`). This table, keyed by the
+class of the block, is for those whose forward says too little. A row's sites are in order of
+execution, by path, so that a cross-attention of the same class is never taken.
 """
 
 from __future__ import annotations
@@ -16,61 +12,79 @@ import inspect
 
 from torch import nn
 
-__all__ = ["BLOCKS", "SiteRule", "class_name", "rules_of"]
+__all__ = ["BLOCKS", "Site", "SiteRule", "class_name", "rules_of"]
 
 
 @dataclasses.dataclass(frozen=True)
-class SiteRule:
-    """One self-attention within a block, as paths relative to the block.
+class Site:
+    """One self-attention. All paths are relative to its block, or to the model once it is found.
 
     Args:
-        attention: the module that takes x̂ as its first argument or as `hidden_states`, and returns
-            the attention branch (or a tuple that starts with it).
+        attention: the module that takes x̂ and returns the attention branch, or a tuple that starts
+            with it.
+        block: the transformer block that holds it.
         join: the module where the skip joins the branch, where it cannot be added to the
             attention's output: whatever drops the branch of a sample there drops its skip too.
         join_output: the skip is added to the output of `join`, not to its input.
-        scaled_by: the block's attribute that scales the branch between the two. Where a block has
-            none of it (None or Identity), the skip is added to the attention's output. None means
-            that the branch is always changed on its way, so the skip always joins at `join`.
-            Without a `join` it is a number: the skip is divided by it at the attention's output.
-        normed: whether the attention reads norm(x), or the block's attribute that says so.
-            Otherwise (post-norm) x̂ is the block's input.
-        only_with: the block's attribute without which it does not have this attention.
+        divisor: the skip is divided by it, since the block multiplies what it joins by it.
+        carried: the skip joins what `join` reads of the residual stream, and what the block returns
+            as well.
+        normed: whether the attention reads norm(x). Otherwise x̂ is the block's input.
+        norm: the module that makes x̂, where one does.
+        moved: the tokens are moved about between x̂ and `join`, so that the skip is computed from
+            x̂ as `norm` (None: the block's input) gives it, in the order of the residual stream.
+        channels_first: x̂ is a map [B, D, ...], not tokens [..., D].
+        reads: the arguments that x̂ comes in as, by place and name; empty: the first one.
+        reader: a module that reads x̂ in the attention, for its width.
+        readers: where the attention's module adds the residual as well, the projections that read
+            x̃ in the place of x̂; all else in it keeps x̂.
+        rank: its place among the self-attentions of its block, in order of execution.
     """
 
     attention: str
+    block: str = ""
     join: str | None = None
     join_output: bool = False
-    scaled_by: str | None = None
-    normed: bool | str = True
-    only_with: str | None = None
     divisor: float = 1.0
     carried: bool = False
+    normed: bool = True
     norm: str | None = None
     moved: bool = False
+    channels_first: bool = False
     reads: tuple[tuple[int, str], ...] = ()
     reader: str | None = None
+    readers: tuple[str, ...] = ()
+    rank: int = 0
+
+    def under(self, prefix: str) -> Site:
+        """The same with `prefix` before every path: "layers.0.", say, or nothing."""
+        paths = {
+            name: prefix + getattr(self, name)
+            for name in ("attention", "join", "norm", "reader")
+            if getattr(self, name) is not None
+        }
+        readers = tuple(prefix + reader for reader in self.readers)
+        block = f"{prefix}{self.block}".rstrip(".")
+        return dataclasses.replace(self, block=block, readers=readers, **paths)
+
+
+SiteRule = Site  # as rows of BLOCKS are called
 
 
 # Divided space-time has a temporal attention too, which comes first. The skip of the class token is
 # averaged over the frames with its attention: it is the same in each.
 _TIMESFORMER = (
-    SiteRule(
-        "temporal_attention",
-        join="temporal_dense",
-        join_output=True,
-        only_with="temporal_attention",
-    ),
-    SiteRule("attention"),
+    Site("temporal_attention", join="temporal_dense", join_output=True),
+    Site("attention"),
 )
 
 # Block class -> its self-attentions, in order of execution.
-BLOCKS: dict[str, tuple[SiteRule, ...]] = {
+BLOCKS: dict[str, tuple[Site, ...]] = {
     "transformers.models.timesformer.modeling_timesformer.TimesformerLayer": _TIMESFORMER,
 }
 
 
-def rules_of(block: nn.Module) -> tuple[SiteRule, ...] | None:
+def rules_of(block: nn.Module) -> tuple[Site, ...] | None:
     """The table's row for a block, or None.
 
     A subclass counts as its known base class as long as it runs that class's forward. Decorators
@@ -79,9 +93,7 @@ def rules_of(block: nn.Module) -> tuple[SiteRule, ...] | None:
     for cls in type(block).__mro__:
         rules = BLOCKS.get(class_name(cls))
         if rules is not None and _forward(type(block)) is _forward(cls):
-            return tuple(
-                rule for rule in rules if rule.only_with is None or hasattr(block, rule.only_with)
-            )
+            return tuple(rule for rule in rules if hasattr(block, rule.attention))
     return None
 
 

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmpreproj.architectures import Site
 from mmpreproj.blocks import CROSS
+from mmpreproj.found import Found
 from mmpreproj.preproj import PreProj, PreProjConfig
-from mmpreproj.reading import width_of
-from mmpreproj.sites import Found, Site, block_sites, chosen, find
+from mmpreproj.sites import block_sites, chosen, find
 from mmpreproj.swap import (
     AttentionSwap,
     BlockSwap,
@@ -30,10 +31,12 @@ from mmpreproj.swap import (
     JoinOutputSwap,
     JoinSwap,
     NormSwap,
+    ReaderSwap,
     Swapped,
     swap,
     swap_back,
 )
+from mmpreproj.values import width_of
 
 __all__ = ["attach", "attach_block", "attachment_of", "detach", "freeze_base", "is_within"]
 __all__ += ["make_preproj", "new_parameters", "plan_swaps", "preproj_modules", "refuse_compiled"]
@@ -66,15 +69,16 @@ def attach(model: nn.Module, config: PreProjConfig | None = None) -> nn.Module:
     draw the new parameters afresh. With the default config the outputs stay bit-identical.
 
     Args:
-        model: any model built from a block in `mmpreproj.architectures.BLOCKS`, or of any
-            architecture when `config.attention` gives the paths by hand.
+        model: any model whose blocks can be read (`mmpreproj.describe` says what is found), or of
+            any architecture when `config.attention` gives the paths by hand. What is left out of
+            it is logged.
         config: what to add, and where; None is both parts in every block.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: before anything is changed, if the architecture is unknown, a layer or path
+        ValueError: before anything is changed, if no self-attention can take it, a layer or path
             matches nothing, the model carries the method already, or a module cannot take it.
         TypeError: if `config` is no PreProjConfig.
     """
@@ -161,6 +165,10 @@ def plan_swaps(
                 ("preproj_carries", site.carried),
             ):
                 of_block[name] = (*of_block.get(name, ()), value)
+        readers = Handoff() if site.readers else None
+        for reader in site.readers:
+            _swappable(model, reader)
+            swaps[reader] = (ReaderSwap, {"preproj_readers": readers})
         levels = site.attention.count(".") - site.block.count(".") + (not site.block)
         swaps[site.attention] = (
             AttentionSwap,
@@ -169,6 +177,8 @@ def plan_swaps(
                 "preproj_handoff": handoff,
                 "preproj_divisor": site.divisor,
                 "preproj_reads": site.reads,
+                "preproj_readers": readers,
+                "preproj_channels_first": site.channels_first,
                 "preproj_place": (levels, site.rank),
             },
         )
@@ -223,6 +233,8 @@ def make_preproj(model: nn.Module, site: Site, config: PreProjConfig) -> PreProj
             f"{INPUT_PROJECTIONS}; it has {linear}"
         )
     weight, packed = _stored_weight(reader)
+    if weight.is_meta and site.reader is not None:  # offloaded: its weights are there in a call
+        _swappable(model, site.reader)
     if config.dtype is None and packed:
         raise ValueError(
             f"{path!r} holds packed weights ({weight.dtype}): say which dtype the new parameters "

@@ -7,8 +7,11 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from mmpreproj.architectures import Site
+from mmpreproj.blocks import Left
+from mmpreproj.found import starred
 from mmpreproj.preproj import PreProjConfig
-from mmpreproj.sites import Left, Site, chosen, find, starred
+from mmpreproj.sites import chosen, find
 
 __all__ = ["Description", "describe", "table"]
 
@@ -18,7 +21,7 @@ class Description:
     """The self-attentions that get the method, and what is left out. Printed, it is a table.
 
     Args:
-        sites: in order of execution within each stack; see `mmpreproj.sites.Site`.
+        sites: in order of execution within each stack; see `mmpreproj.architectures.Site`.
         left: attentions that cannot take it, each with the reason.
         without: by stack, the blocks that have no self-attention, with their class.
         sentences: what is left out, in words.

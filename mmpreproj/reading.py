@@ -12,69 +12,19 @@ import functools
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-from mmpreproj.source import MOST_STEPS, Raises, Super, Unknown, Unreadable, Walker
+from mmpreproj.expressions import MOST_STEPS, Raises, Super, Unreadable
+from mmpreproj.source import Walker
+from mmpreproj.values import Entry, Value, class_of, forward_of, values_in
 
-__all__ = ["Entry", "Reader", "Value", "class_of", "forward_of", "values_in", "width_of"]
-
-
-@dataclasses.dataclass(eq=False)
-class Value(Unknown):
-    """Something that is computed from an input, known by what computed it.
-
-    Args:
-        op: "input" (an argument of the forward that is read); "call" (a module that is not read
-            into); "enter" and "out" (an argument of a module that is read into, and what it
-            returns); "drop" (dropout, DropPath, Identity); "shape" (the same numbers in the same
-            order: a reshape, a cast); "move" (the same numbers in another order, or some of them);
-            "item" (an element of what a call returns); "add"; "scale" (times `number`); "weigh"
-            (times a parameter); "either" (one of its inputs); "matmul"; "softmax"; "attend" (fused
-            attention of q, k and v); "fact" (a shape, a dtype, a truth); "other".
-        inputs: the values it was computed of.
-        scope: the paths of the modules within which that was, the outermost first.
-        line: where the source says so.
-        module: the path of the module, for "call", "drop", "enter" and "out".
-        key: the name of the argument ("input", "enter"), or which element ("item", "out").
-    """
-
-    op: str
-    inputs: tuple[Value, ...]
-    order: int
-    scope: tuple[str, ...]
-    line: str
-    module: str | None = None
-    key: Any = None
-    number: float = 1.0
-
-    @property
-    def fixed(self) -> bool:
-        """Whether it comes of parameters alone."""
-        return self.op in ("other", "scale", "weigh", "shape", "move", "add") and all(
-            value.fixed for value in self.inputs
-        )
-
-    def __repr__(self) -> str:
-        return f"<{self.order} {self.op} {self.module or ''} {self.key or ''} {self.line}>"
+__all__ = ["Reader"]
 
 
-@dataclasses.dataclass
-class Entry:
-    """One call of a module that was read into: its arguments by name, and what it returned."""
-
-    path: str
-    arguments: dict[str, Any]
-    names: list[str]
-    output: Any = None
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
+_words = str.split
 # What functions of torch and methods of tensors do, by name
 _OPS = {
     "shape": _words(
@@ -94,31 +44,10 @@ _OPS = {
 _FACTS = _words("shape dtype device ndim requires_grad training is_cuda")
 _ATTENDS = re.compile(
     r"scaled_dot_product_attention|\w*attention_(interface|function|fn|forward)|flash_attn\w*|"
-    r"\w*flex_attention\w*|memory_efficient_attention|mra2_attention"
+    r"\w*flex_attention\w*|memory_efficient_attention|mra2_attention|YosoCumulation"
 )
 _NORMAL = ("torch.nn.modules.linear", "torch.nn.modules.conv", "torch.nn.modules.normalization")
 _DROPS = re.compile("Drop(out|Path)|StochasticDepth")
-
-
-def class_of(module: nn.Module) -> type:
-    """The class that a module was built as, whether the method is attached to it or not."""
-    return getattr(type(module), "preproj_base_class", type(module))
-
-
-def forward_of(module: nn.Module) -> Any:
-    """The forward of a module's class, without its decorators."""
-    return inspect.unwrap(class_of(module).forward)
-
-
-def values_in(given: Any) -> Iterator[Value]:
-    """The values within nested tuples, lists, dicts and slices."""
-    if isinstance(given, Value):
-        yield given
-    elif isinstance(given, (tuple, list)):
-        for each in given:
-            yield from values_in(each)
-    elif isinstance(given, dict):
-        yield from values_in(list(given.values()))
 
 
 class Reader(Walker):
@@ -140,6 +69,7 @@ class Reader(Walker):
         self.entries: list[Entry] = []
         self.scope: list[str] = []
         self.written: dict[tuple[int, str], Any] = {}
+        self.taken: list[tuple[str, tuple[str, ...]]] = []  # modules of which tensors are read
         forward = forward_of(root)
         self.optional: set[Value] = set()  # inputs that are None unless they are given
         (own, _), *parameters = inspect.signature(forward).parameters.items()
@@ -210,7 +140,7 @@ class Reader(Walker):
             try:
                 return op(a, b)
             except Exception as error:
-                raise Unreadable(f"{op.__name__} fails at {self.line}: {error}") from error
+                raise Raises(f"{op.__name__} fails at {self.line}: {error}") from error
         values = list(values_in((a, b)))
         if values and all(v.op == "fact" for v in values):
             return self.value("fact", a, b)
@@ -232,7 +162,7 @@ class Reader(Walker):
                 return self.value("scale", a, b, number=number, key=self.text)
             if isinstance(known, (Tensor, Value)) and op is operator.mul:
                 return self.value("weigh", a, b)
-        return self.value("other", a, b)
+        return self.value("other", a, b, key="product")
 
     def attribute(self, of: Any, name: str) -> Any:
         if isinstance(of, nn.Module):
@@ -245,7 +175,10 @@ class Reader(Walker):
         if isinstance(of, Super):
             return self._of_super(of, name)
         try:
-            return getattr(of, name)
+            found = getattr(of, name)
+            if isinstance(of, nn.Module) and isinstance(found, Tensor):
+                self.taken.append((self.paths.get(id(of), ""), tuple(self.scope)))
+            return found
         except AttributeError as error:
             raise Raises(f"{type(of).__name__} has no {name!r}, {self.line}") from error
 
@@ -277,7 +210,7 @@ class Reader(Walker):
         try:
             return of[key]
         except Exception as error:
-            raise Unreadable(f"{type(of).__name__}[{key!r}] fails, {self.line}") from error
+            raise Raises(f"{type(of).__name__}[{key!r}] fails, {self.line}") from error
 
     def unpacked(self, given: Any, number: int) -> list[Any]:
         if isinstance(given, (tuple, list)) and len(given) == number:
@@ -297,10 +230,11 @@ class Reader(Walker):
             return _attention_interface
         if isinstance(function, nn.Module):
             return self.call_module(function, args, kwargs)
-        if _ATTENDS.fullmatch(getattr(function, "__name__", name)) or _ATTENDS.fullmatch(name):
-            q_k_v = [v for v in (*args, *kwargs.values()) if isinstance(v, Value)][:3]
-            if len(q_k_v) == 3:
-                return self.value("attend", *q_k_v)
+        kernel = isinstance(of, type) and _ATTENDS.fullmatch(of.__name__)  # of autograd: its apply
+        if kernel or any(map(_ATTENDS.fullmatch, (getattr(function, "__name__", name), name))):
+            tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Value)]
+            if len(tensors) > 2:  # masks stand behind q, k and v, or before them
+                return self.value("attend", *(tensors[-3:] if kernel else tensors[:3]))
         if isinstance(of, list) and name in ("append", "extend", "insert") and id(of) in self.made:
             whole = name == "extend" and isinstance(args[0], Value)
             return of.append(args[0]) if whole else function(*args)
@@ -332,6 +266,8 @@ class Reader(Walker):
             return self.call_function(plain, [of, *args], kwargs, owner)
         if isinstance(of, Tensor):
             return self.operation(name, [of, *args], kwargs)
+        if inspect.ismethod(function) and isinstance(of, type) and issubclass(of, nn.Module):
+            return self.call_function(inspect.unwrap(function.__func__), [of, *args], kwargs, of)
         made_by = getattr(function, "__module__", None) or ""
         plain = inspect.unwrap(function) if inspect.isfunction(function) else None
         if plain is not None and not made_by.startswith("torch.") and name not in _OPS["drop"]:
@@ -376,7 +312,8 @@ class Reader(Walker):
         values = list(values_in((args, kwargs)))
         if values and all(v.op == "fact" for v in values):
             op = "fact"
-        return self.value(op or "other", args, kwargs, key=plain if op == "shape" else None)
+        named = plain if op in (None, "shape") else None
+        return self.value(op or "other", args, kwargs, key=named)
 
     def call_module(self, module: nn.Module, args: list, kwargs: dict) -> Any:
         path, cls = self.paths.get(id(module)), class_of(module)
@@ -410,9 +347,6 @@ class Reader(Walker):
             self.entries.append(entry)
             output = body({own: module, **entry.arguments})
         except (Unreadable, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-            if isinstance(error, Raises):
-                self.scope = kept[2]
-                raise
             if self.steps > MOST_STEPS:
                 raise
             del self.values[kept[0] :], self.entries[kept[1] :]
@@ -461,17 +395,4 @@ def _owner(cls: type, function: Any) -> type | None:
         held = vars(each).get(getattr(function, "__name__", ""))
         if held is not None and inspect.unwrap(getattr(held, "__func__", held)) is function:
             return each
-    return None
-
-
-def width_of(module: nn.Module) -> int | None:
-    """The width of what a projection or norm reads, or the first one within it."""
-    for inner in module.modules():
-        for name in ("in_features", "nx", "embed_dim", "in_channels", "normalized_shape"):
-            width = getattr(inner, name, None)
-            if isinstance(width, (int, tuple)) and width:
-                return width if isinstance(width, int) else width[-1]
-        weight = getattr(inner, "weight", None)
-        if weight is not None and weight.ndim == 1:
-            return weight.shape[0]
     return None

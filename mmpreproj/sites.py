@@ -12,104 +12,15 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from mmpreproj.architectures import SiteRule, class_name, rules_of
+from mmpreproj.architectures import Site, class_name, rules_of
 from mmpreproj.blocks import Left, mentions_attention, read_block
+from mmpreproj.by_hand import by_hand
+from mmpreproj.found import Found, starred
 from mmpreproj.messages import listed, nearest
 from mmpreproj.preproj import PreProjConfig
-from mmpreproj.reading import class_of
+from mmpreproj.values import class_of
 
 __all__ = ["Found", "Site", "block_sites", "chosen", "find", "find_sites", "starred", "survey"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """One self-attention of a model, with qualified paths.
-
-    Args:
-        block: the transformer block that holds it.
-        attention: the self-attention.
-        join: the module where the skip joins; None is the attention itself, at its output.
-        join_output: it joins behind `join`, not before it.
-        divisor: the skip is divided by it, since the block multiplies what it joins by it.
-        normed: whether the attention reads a norm. Otherwise x̂ is the block's input.
-        norm: the module that makes x̂, where one does.
-        carried: the skip joins what `join` reads, and what the block returns as well.
-        moved: the tokens are moved about between x̂ and `join`, so that the skip is computed from
-            x̂ as `norm` (None: the block's input) gives it, in the order of the residual stream.
-        reads: the arguments that x̂ comes in as, by place and name; empty: the first, or
-            `hidden_states`.
-        reader: a module that reads x̂ in the attention, for its width.
-        rank: its place among the self-attentions of its block, in order of execution.
-    """
-
-    block: str
-    attention: str
-    join: str | None = None
-    join_output: bool = False
-    divisor: float = 1.0
-    normed: bool = True
-    norm: str | None = None
-    carried: bool = False
-    moved: bool = False
-    reads: tuple[tuple[int, str], ...] = ()
-    reader: str | None = None
-    rank: int = 0
-
-
-@dataclasses.dataclass
-class Found:
-    """The self-attentions of a model, and what has none.
-
-    Args:
-        stacks: by the path of a stack, its blocks in order, each with its sites.
-        left: attentions that cannot take the method, with the reason.
-        without: by stack, the blocks that have no self-attention, with their class.
-    """
-
-    stacks: dict[str, dict[str, list[Site]]] = dataclasses.field(default_factory=dict)
-    left: list[Left] = dataclasses.field(default_factory=list)
-    without: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
-
-    def under(self, prefix: str) -> Found:
-        """The same for a model that holds this one at a path."""
-
-        def put(site: Site) -> Site:
-            paths = {
-                name: prefix + getattr(site, name)
-                for name in ("attention", "join", "norm", "reader")
-                if getattr(site, name) is not None
-            }
-            return dataclasses.replace(site, block=f"{prefix}{site.block}".rstrip("."), **paths)
-
-        def named(path: str) -> str:
-            return f"{prefix}{path}".rstrip(".")
-
-        return Found(
-            {
-                named(stack): {named(path): [*map(put, sites)] for path, sites in blocks.items()}
-                for stack, blocks in self.stacks.items()
-            },
-            [Left(prefix + each.attention, each.why) for each in self.left],
-            {
-                named(stack): {named(path): cls for path, cls in blocks.items()}
-                for stack, blocks in self.without.items()
-            },
-        )
-
-    def told(self) -> list[str]:
-        """What is left out, a sentence for each kind."""
-        why: dict[tuple[str, str], list[str]] = {}
-        for each in self.left:
-            why.setdefault((starred(each.attention), each.why), []).append(each.attention)
-        told = [
-            f"left out: {starred} ({len(paths)}), {reason}"
-            for (starred, reason), paths in why.items()
-        ]
-        for stack, blocks in self.without.items():
-            numbers = listed([path.rpartition(".")[2] for path in blocks], 60)
-            classes = listed(sorted({name.rpartition(".")[2] for name in blocks.values()}))
-            told.append(f"without softmax attention that takes it: {stack} {numbers} ({classes})")
-        return told
 
 
 def find_sites(model: nn.Module, config: PreProjConfig) -> list[Site]:
@@ -131,7 +42,7 @@ def find(model: nn.Module, config: PreProjConfig) -> Found:
             near = nearest(config.within, dict(model.named_modules()), cutoff=0.3)
             raise ValueError(f"within={config.within!r} is no module; the nearest are {near}")
     if config.attention is not None:
-        found = _by_hand(part, config)
+        found = by_hand(part, config)
     else:
         found = survey(part)
         if not found.stacks:
@@ -167,7 +78,7 @@ def block_sites(block: nn.Module) -> list[Site]:
     rules, left = _rules(block, [path for path in _mentioned(block) if path])
     if not rules:
         raise ValueError(_nothing(block, Found(left=left)))
-    return [_site(block, "", rule, rank) for rank, rule in enumerate(rules)]
+    return [dataclasses.replace(rule, rank=rank) for rank, rule in enumerate(rules)]
 
 
 def survey(model: nn.Module) -> Found:
@@ -192,6 +103,10 @@ def survey(model: nn.Module) -> Found:
     for path, module in modules.items():
         if rules_of(module) is not None and path not in tried:
             sites.update((site.attention, site) for site in _read(path, modules, mentioned)[0])
+    for leaf in leaves:
+        named = re.search("att", class_of(modules[leaf]).__name__, re.IGNORECASE)
+        if named and not any(_in(leaf, path) or _in(path, leaf) for path in (*sites, *left)):
+            left[leaf] = Left(leaf, "it has no softmax over products of queries and keys")
     found = Found(left=[each for p, each in left.items() if not any(_in(p, s) for s in sites)])
     order = {path: index for index, path in enumerate(modules)}
     layers: dict[str, list[Site]] = {}
@@ -217,27 +132,32 @@ def _read(
     block, prefix = modules[path], f"{path}." if path else ""
     inner = [m.removeprefix(prefix) for m in mentioned if _in(m, path) and m != path]
     rules, left = _rules(block, inner)
-    sites = [_site(block, path, rule, rank) for rank, rule in enumerate(rules)]
+    sites = [dataclasses.replace(rule.under(prefix), rank=rank) for rank, rule in enumerate(rules)]
     # read in the model's own forward, a site may still be whole within one of its blocks
     for i, site in enumerate(sites):
         layer = _layer(site, modules)
         paths = [p for p in (site.join, site.norm) if p is not None]
-        if _in(layer, path) and not site.carried and all(_in(p, layer) for p in paths):
+        if (
+            site.block == path
+            and _in(layer, path)
+            and not site.carried
+            and all(_in(p, layer) for p in paths)
+        ):
             sites[i] = dataclasses.replace(site, block=layer)
     return sites, [Left(prefix + each.attention, each.why) for each in left]
 
 
 def _layer(site: Site, modules: dict[str, nn.Module]) -> str:
     """The element of a stack of blocks that a site is in, or else its block."""
-    around = site.attention
+    around = site.attention.rpartition(".")[0]
     while around:
-        if _is_numbered(around, modules) and around != site.attention or around == site.block:
+        if _is_numbered(around, modules):
             return around
         around = around.rpartition(".")[0]
     return site.block
 
 
-def _rules(block: nn.Module, inner: list[str]) -> tuple[list[SiteRule], list[Left]]:
+def _rules(block: nn.Module, inner: list[str]) -> tuple[list[Site], list[Left]]:
     rules = rules_of(block)
     return (list(rules), []) if rules is not None else read_block(block, inner)
 
@@ -279,85 +199,6 @@ def _is_numbered(path: str, modules: dict[str, nn.Module]) -> bool:
     return True
 
 
-def _site(block: nn.Module, path: str, rule: SiteRule, rank: int) -> Site:
-    prefix = f"{path}." if path else ""
-    join, divisor = rule.join, rule.divisor
-    if rule.scaled_by is not None:
-        scale = getattr(block, rule.scaled_by, None)
-        if scale is None or isinstance(scale, nn.Identity):
-            join = None
-    return Site(
-        block=path,
-        attention=prefix + rule.attention,
-        join=None if join is None else prefix + join,
-        join_output=join is not None and rule.join_output,
-        divisor=divisor,
-        normed=rule.normed,
-        norm=None if rule.norm is None else prefix + rule.norm,
-        carried=rule.carried,
-        moved=rule.moved,
-        reads=rule.reads,
-        reader=None if rule.reader is None else prefix + rule.reader,
-        rank=rank,
-    )
-
-
-def _by_hand(model: nn.Module, config: PreProjConfig) -> Found:
-    """The sites by stack and block, for paths with stars that the user gave."""
-    modules = dict(model.named_modules())
-    found = Found()
-    for attention, join in zip(config.attentions, config.joins, strict=True):
-        pattern = re.compile(re.escape(attention).replace(r"\*", r"(\d+)"))
-        matches = [match for match in map(pattern.fullmatch, modules) if match]
-        if not matches:
-            near = nearest(attention.replace("*", "0"), modules, cutoff=0.3)
-            raise ValueError(f"attention={attention!r} matches no module; the nearest are {near}")
-        for match in matches:
-            path = match.string
-            block = path[: match.end(len(match.groups()))]
-            behind = None if join is None else _filled(join, match.groups())
-            if behind is not None and behind not in modules:
-                raise ValueError(f"join={join!r} matches no module: there is no {behind!r}")
-            blocks = found.stacks.setdefault(block.rpartition(".")[0], {})
-            held = blocks.setdefault(block, [])
-            held.append(_given(modules, block, path, behind, len(held)))
-    return found
-
-
-def _filled(path: str, numbers: tuple[str, ...]) -> str:
-    for number in numbers:
-        path = path.replace("*", number, 1)
-    return path
-
-
-def _given(
-    modules: dict[str, nn.Module], block: str, attention: str, join: str | None, rank: int
-) -> Site:
-    """A site at paths by hand, with what can be read of it.
-
-    Raises:
-        ValueError: if it can be read that the branch is scaled behind the path that was given, or
-            that the attention's width changes.
-    """
-    inner = [path.removeprefix(f"{block}.") for path in modules if path.startswith(f"{attention}.")]
-    rules, left = read_block(modules[block], [attention.removeprefix(f"{block}."), *inner])
-    for each in left:
-        if f"{block}.{each.attention}" == attention and "channels and returns" in each.why:
-            raise ValueError(f"{attention!r} cannot take the method: {each.why}")
-    for rule in rules:
-        site = _site(modules[block], block, rule, rank)
-        if site.attention == attention:
-            if join is None and site.join is not None:
-                raise ValueError(
-                    f"attention={starred(attention)!r}: its branch is scaled or normed before it "
-                    f"is added to the residual stream. Give join={starred(site.join)!r} too, or "
-                    "no paths at all: this block can be read"
-                )
-            same = join == site.join
-            return site if same else Site(block, attention, join, reads=rule.reads, rank=rank)
-    return Site(block, attention, join, rank=rank)
-
-
 def _chosen(layers: tuple[int, ...] | None, depth: int) -> list[int]:
     """Block numbers from 0, ascending. Raises ValueError on a wrong one, or one named twice."""
     if layers is None:
@@ -386,11 +227,6 @@ def _nothing(model: nn.Module, found: Found) -> str:
         "PreProjConfig(attention='path.to.blocks.*.attn', join=None or the module behind the "
         "branch's scale, such as 'path.to.blocks.*.drop_path1')"
     )
-
-
-def starred(path: str) -> str:
-    """A path with a star for each number in it, as paths by hand are written."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def _repeated_classes(model: nn.Module) -> Iterator[str]:

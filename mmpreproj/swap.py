@@ -16,18 +16,21 @@ from torch import Tensor, nn
 from mmpreproj.preproj import PreProj
 
 __all__ = ["AttentionSwap", "BlockSwap", "CarrySwap", "Handoff", "JoinOutputSwap", "JoinSwap"]
-__all__ += ["NormSwap", "Swapped", "swap", "swap_back"]
+__all__ += ["NormSwap", "ReaderSwap", "Swapped", "swap", "swap_back"]
 
 
 class Handoff(threading.local):
     """W_skip · x̃ on its way from an attention to the module where it joins, one per thread.
 
     It holds tensors only within one call of the block, and never when copied or pickled. `x_hat` is
-    x̂ in the order of the residual stream, where the attention gets its tokens in another.
+    x̂ in the order of the residual stream, where the attention gets its tokens in another; `x_tilde`
+    and `attention` are for projections that read x̃ within the attention's module.
     """
 
     running = False
     x_hat: Tensor | None = None
+    x_tilde: Tensor | None = None
+    attention: AttentionSwap | None = None
     skip: Tensor | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -55,32 +58,83 @@ class AttentionSwap(Swapped):
     preproj_handoff: Handoff | None
     preproj_divisor: float  # a constant by which the block multiplies what the skip joins
     preproj_reads: tuple[tuple[int, str], ...]  # the arguments that are x̂, by place and name
+    preproj_readers: Handoff | None  # of x̃ to projections within, where the norm or the sum is, too
+    preproj_channels_first: bool  # x̂ is a map [B, D, ...]
     preproj_place: tuple[int, int]  # levels below its block, rank within it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.preproj_readers is not None:
+            return self._through_readers(*args, **kwargs)
         args = list(args)
         given = [*enumerate(args), *kwargs.items()]
         first = next(((key, v) for key, v in given if isinstance(v, Tensor)), (0, None))
         reads = [name if name in kwargs else place for place, name in self.preproj_reads]
         reads = [key for key, _ in given if key in reads] or [first[0]]
         x_hat = dict(given)[reads[0]]
-        x_tilde = self.preproj(x_hat)
+        x_tilde = self._pre_projected(x_hat)
         for key, value in given:
             if key in reads or value is x_hat:  # q, k and v may be given one by one
                 (kwargs if isinstance(key, str) else args)[key] = x_tilde
         branch = super().forward(*args, **kwargs)
+        handoff = self.preproj_handoff
+        if handoff is not None and handoff.x_hat is not None and self.preproj.skip is not None:
+            x_tilde = self._pre_projected(handoff.x_hat)
+        return self._hand_on(branch, x_tilde)
+
+    def _through_readers(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a module in which projections read x̃: they say what x̂ is, and get x̃ from here."""
+        readers = self.preproj_readers
+        readers.attention = self
+        try:
+            branch = super().forward(*args, **kwargs)
+            if self.preproj_handoff is None:
+                branch = self._hand_on(branch, readers.x_tilde)
+            return branch
+        finally:
+            readers.attention = readers.x_tilde = None
+
+    def _read(self, x_hat: Tensor) -> Tensor:
+        """x̃ for a projection; for the first of them the skip goes on its way, too."""
+        readers = self.preproj_readers
+        if readers.x_tilde is None:
+            readers.x_tilde = self._pre_projected(x_hat)
+            if self.preproj_handoff is not None:
+                self._hand_on(None, readers.x_tilde)
+        return readers.x_tilde.reshape(x_hat.shape)
+
+    def _hand_on(self, branch: Any, x_tilde: Tensor) -> Any:
+        """The branch with the skip in it, or as it is where the skip joins elsewhere."""
         if self.preproj.skip is None:
             return branch
-        handoff, divisor = self.preproj_handoff, self.preproj_divisor
-        if handoff is not None and handoff.x_hat is not None:
-            x_tilde = self.preproj(handoff.x_hat)
-        skip = self.preproj.content_skip(x_tilde)
-        skip = skip if divisor == 1 else skip / divisor
+        handoff, skip = self.preproj_handoff, self._skip(x_tilde)
         if handoff is None:
             return _added(branch, skip)
         if handoff.running:  # an attention called on its own has no residual stream to join
             handoff.skip = skip
         return branch
+
+    def _pre_projected(self, x_hat: Tensor) -> Tensor:
+        if self.preproj_channels_first:
+            return self.preproj(x_hat.movedim(1, -1)).movedim(-1, 1)
+        return self.preproj(x_hat)
+
+    def _skip(self, x_tilde: Tensor) -> Tensor:
+        if self.preproj_channels_first:
+            skip = self.preproj.content_skip(x_tilde.movedim(1, -1)).movedim(-1, 1)
+        else:
+            skip = self.preproj.content_skip(x_tilde)
+        return skip if self.preproj_divisor == 1 else skip / self.preproj_divisor
+
+
+class ReaderSwap(Swapped):
+    """A projection that reads x̃ in the place of x̂."""
+
+    preproj_readers: Handoff
+
+    def forward(self, x_hat: Tensor, *args: Any, **kwargs: Any) -> Any:
+        attention = self.preproj_readers.attention
+        x_tilde = x_hat if attention is None else attention._read(x_hat)
+        return super().forward(x_tilde, *args, **kwargs)
 
 
 class JoinSwap(Swapped):

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmpreproj.architectures import Site
 from mmpreproj.attach import attach, attachment_of, detach, preproj_modules
 from mmpreproj.describe import table
 from mmpreproj.preproj import PreProjConfig
-from mmpreproj.sites import Site, find_sites
+from mmpreproj.sites import find_sites
 
 __all__ = ["Checked", "Verification", "verify"]
 
@@ -134,12 +135,14 @@ def _check(model: nn.Module, inputs: Any, site: Site) -> Checked:
             p for p in pairs if _holds(p[0], stream)
         ]
         skip_error = min((_error(after - before, skip) for before, after, _ in held), default=None)
-        if site.carried:  # it is added within the module that reads the stream, out of sight
-            reads = model.get_submodule(site.join)
+        at = site.join if site.join is not None and not site.join_output else None
+        if at is not None and skip_error != 0 and any(_holds(t, stream) for t in quiet[at]):
+            # what reads the stream next adds the skip itself, out of the hooks' sight
+            reads = model.get_submodule(at)
             with torch.no_grad():
-                stream = base[site.join][0] + skip.reshape(base[site.join][0].shape)
-                expected = reads.preproj_base_class.forward(reads, stream)
-            skip_error = _error(changed[f"{site.join} returns"][0], expected)
+                total = base[at][0] + skip.reshape(base[at][0].shape)
+                expected = reads.preproj_base_class.forward(reads, total)
+            skip_error = _error(changed[f"{at} returns"][0], expected)
     arrives = new.skip is None or (skip_error is not None and skip_error <= 10 * limit)
     holds = bool(readers) and reading == len(readers) and arrives
     return Checked(site.attention, len(readers), reading, skip_error, holds)
@@ -166,7 +169,7 @@ def _recorded(model: nn.Module, inputs: Any, site: Site) -> dict[str, list[Tenso
     for name, module in block.named_modules(prefix=site.block):
         hook = lambda m, a, k, name=name: note(name, (a, k))  # noqa: E731
         handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    if site.carried:
+    if site.join is not None:
         hook = lambda m, a, out: note(f"{site.join} returns", out)  # noqa: E731
         handles.append(model.get_submodule(site.join).register_forward_hook(hook))
     handles.append(block.register_forward_hook(done))

@@ -329,6 +329,10 @@ def test_offloaded_and_silenced_bases_are_refused_before_anything_changes():
     accelerate.cpu_offload(offloaded.model.layers[1], execution_device="cpu")
     refused(offloaded, "'model.layers.1.*' has a forward of its own")
 
+    offloaded = tiny("llama")  # hooks on its projections alone
+    accelerate.cpu_offload(offloaded, execution_device="cpu")
+    refused(offloaded, "'model.layers.0.self_attn.q_proj' has a forward of its own")
+
     refused(tiny("granite", residual_multiplier=0.0), "residual_multiplier is 0")
 
 

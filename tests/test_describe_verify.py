@@ -1,6 +1,7 @@
 """describe and verify, and paths by hand: what is told of a user's own model."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 import mmpreproj
 from mmpreproj import PreProjConfig, attach, preproj_modules
+from mmpreproj.architectures import Site
 
 WIDTH = 16
 
@@ -109,12 +111,10 @@ def test_verify_notices_a_skip_that_is_scaled(x, monkeypatch):
     assert mmpreproj.verify(model, images(model))
     before = {name: p.clone() for name, p in model.named_parameters()}
     # drop_path1 stands behind LayerScale: joined at the attention itself, the skip is scaled
-    from mmpreproj import sites, verify
-
-    plain = sites._site
-    shifted = lambda *args: __import__("dataclasses").replace(plain(*args), join=None)  # noqa: E731
-    monkeypatch.setattr(sites, "_site", shifted)
-    found = verify(model, images(model))
+    plain = Site.under
+    shifted = lambda *args: dataclasses.replace(plain(*args), join=None)  # noqa: E731
+    monkeypatch.setattr(Site, "under", shifted)
+    found = mmpreproj.verify(model, images(model))
     assert not found and not any(site.holds for site in found.sites)
     assert "FAILS" in str(found)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
