@@ -247,6 +247,7 @@ def origins(value: Value) -> set[Value]:
 
 
 def entry_order(entry: Entry) -> int:
+    """When a module is entered, as its place among all that is computed."""
     return min((v.order for v in values_in(entry.arguments)), default=0)
 
 
