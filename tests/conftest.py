@@ -2,6 +2,14 @@ import pytest
 import torch
 
 
+def pytest_collection_modifyitems(config, items):
+    """Leave out the tests of minutes, unless -m speaks of them."""
+    if "long" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
