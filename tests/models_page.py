@@ -32,7 +32,7 @@ Which of a model's attentions are taken, and why others are not, `mmpreproj.desc
 
 def reason(detail):
     """Why a family is refused, of the sentence that attach gave."""
-    found = re.search(r"is left out \((.*?)(\)\. Its|$)", detail)
+    found = re.search(r"(?:is left out \(|^in part: )(.*?)(\)\. Its|$)", detail)
     if not found:
         return "no softmax attention over tokens was found in it"
     whys = re.findall(r": ([^;:]*?)(?:;|$)", found[1])
