@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cache_folder", "parse_json", "remove_folder", "whole_folder", "write_whole"]
+__all__ = ["cache_folder", "parse_json", "remove_abandoned", "remove_folder", "whole_folder"]
+__all__ += ["write_whole"]
 
 
 def parse_json(content: str | bytes, place: str | os.PathLike[str]) -> Any:
@@ -77,7 +78,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         OSError: if it cannot be made or renamed.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(folder.parent)
+    remove_abandoned(folder.parent)
     temporary = _beside(folder)
     temporary.mkdir()
     try:
@@ -105,11 +106,15 @@ def _beside(path: Path) -> Path:
     return path.parent / f".{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
 
 
-def _remove_abandoned(parent: Path) -> None:
+def remove_abandoned(parent: Path) -> None:
+    """Delete what processes of this machine that were killed were writing there."""
     for path in parent.glob(f".{_host()}-*.tmp"):
         found = re.fullmatch(r"-(\d+)-[0-9a-f]{8}\.tmp", path.name.removeprefix(f".{_host()}"))
         if found and not _alive(int(found.group(1))):
-            shutil.rmtree(path, ignore_errors=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def _alive(pid: int) -> bool:

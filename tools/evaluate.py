@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmpreproj.analysis.records import read_yaml, write_json
-from mmpreproj.training.cli import quieten, run_tool
+from mmpreproj.training.console import quieten, run_tool
 from mmpreproj.training.runs import evaluate, print_table
 
 

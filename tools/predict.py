@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mmpreproj.training import load_run
-from mmpreproj.training.cli import quieten, run_tool
+from mmpreproj.training.console import quieten, run_tool
 from mmpreproj.training.runs import print_table
 
 DRAWN = 64  # more files than this are listed but not drawn

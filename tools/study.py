@@ -21,7 +21,7 @@ from mmpreproj.studies.launch import run_study
 from mmpreproj.studies.study import Study
 from mmpreproj.studies.study_plots import arms_by_seed, frontier, skip_by_layer
 from mmpreproj.studies.summary import choosing_title, markdown, summarise
-from mmpreproj.training.cli import run_tool
+from mmpreproj.training.console import run_tool
 
 
 def main() -> int:

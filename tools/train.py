@@ -2,7 +2,8 @@
 
 import sys
 
-from mmpreproj.training.cli import main, run_tool
+from mmpreproj.training.cli import main
+from mmpreproj.training.console import run_tool
 
 if __name__ == "__main__":
     sys.exit(run_tool(main))

@@ -1,4 +1,5 @@
-"""Modes of a model: evaluating for a while; recomputing activations, in transformers' models."""
+"""Modes of a model: evaluating for a while; in transformers' models, recomputing activations, and
+rotary frequencies whatever the precision."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-__all__ = ["evaluating", "set_checkpointing", "train_blocks"]
+__all__ = ["evaluating", "exact_frequencies", "set_checkpointing", "train_blocks"]
 
 # Fields of a configuration by which some blocks drop out by themselves, instead of by a module
 _DROPOUT = ("dropout", "hidden_dropout", "attention_dropout", "activation_dropout")
@@ -25,6 +26,25 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextlib.contextmanager
+def exact_frequencies(model: nn.Module) -> Iterator[None]:
+    """For a change of dtype: transformers' rotary frequencies keep theirs, as in from_pretrained.
+
+    In half precision, far positions would be taken for others.
+    """
+    before = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq")
+    ]
+    yield
+    for module, name, buffer in before:
+        now = getattr(module, name)
+        if now.dtype != buffer.dtype:
+            setattr(module, name, buffer.to(now.device))
 
 
 def set_checkpointing(model: nn.Module, enable: bool = True) -> None:

@@ -1,12 +1,9 @@
-"""Callbacks of a run: its checkpoints and folder, the order of data, clock, progress lines."""
+"""Callbacks of a run: its checkpoints, the place where it goes on, clock, progress lines."""
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import itertools
 import math
-import os
 import random
 import time
 from pathlib import Path
@@ -14,51 +11,52 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from mmpreproj.analysis.records import environment, read_record, write_json
-from mmpreproj.files import write_whole
-
-__all__ = ["BestCheckpoint", "Clock", "EpochLines", "LastCheckpoint", "Reproducible", "RunFolder"]
-__all__ += ["checkpoint_path", "runs_of"]
-
-CHECKPOINTS = "checkpoints"
+__all__ = ["BestCheckpoint", "Clock", "EpochLines", "LastCheckpoint", "Reproducible", "RunTrainer"]
+__all__ += ["check_parts"]
 
 
-def checkpoint_path(folder: Path, which: str) -> Path:
-    """Where the "best" or the "last" checkpoint of a run is."""
-    return folder / CHECKPOINTS / f"{which}.ckpt"
+# Lightning's own that do not work here, and what to set instead
+REFUSED = {
+    "BackboneFinetuning": "it needs a module with a `backbone`; set model.freeze_base",
+    "BatchSizeFinder": "config and record would tell another batch size; set data.batch_size",
+    "GradientAccumulationScheduler": "the schedule would have another length than the run; set "
+    "trainer.accumulate_grad_batches",
+    "LearningRateFinder": "rates follow model.schedule; set model.optimizer.lr",
+    "ModelPruning": "the moving average and the final test would have other weights",
+    "StochasticWeightAveraging": "its average would not be tested; set model.ema_decay",
+    "WeightAveraging": "its average would not be resumed; set model.ema_decay",
+}
 
 
-def runs_of(root: str | os.PathLike[str], name: str) -> Path:
-    """The folder below `root` that holds the runs of that name.
-
-    Raises:
-        ValueError: if it would not lie below.
-    """
-    inside = os.path.normpath(name)
-    if os.path.isabs(inside) or inside.split(os.sep)[0] in (os.curdir, os.pardir):
+def check_parts(trainer: Trainer) -> None:
+    """Raises ValueError for a part of Lightning's with which a run would go wrong."""
+    for name, why in REFUSED.items():
+        if any(isinstance(own, getattr(callbacks, name)) for own in trainer.callbacks):
+            raise ValueError(f"trainer.callbacks: {name} does not work here: {why}")
+    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         raise ValueError(
-            f"run.name={name!r} must name a folder below run.root ({os.fspath(root)}); to keep "
-            "runs elsewhere, set run.root"
+            "trainer.strategy: the processes that it starts would take what they trained with "
+            "them; set trainer.strategy: ddp"
         )
-    return Path(root) / inside
 
 
-def new_run_folder(root: str | os.PathLike[str], name: str, seed: int | None) -> Path:
-    """Make `<root>/<name>/<YYYYmmdd-HHMMSS>-seed<seed>`; a taken name gets a number behind it."""
-    stamp = time.strftime("%Y%m%d-%H%M%S") + ("" if seed is None else f"-seed{seed}")
-    for attempt in itertools.count(1):
-        folder = runs_of(root, name) / (stamp if attempt == 1 else f"{stamp}-{attempt}")
-        try:
-            folder.mkdir(parents=True)  # fails where another run, perhaps at this very moment, is
-            return folder
-        except FileExistsError:
-            pass
+class RunTrainer(Trainer):
+    """Lightning's, which heeds SIGTERM only where no gradients of a part of an update are held."""
+
+    @property
+    def received_sigterm(self) -> bool:
+        fits = self.state.fn == TrainerFn.FITTING
+        return super().received_sigterm and not (fits and self.fit_loop._should_accumulate())
+
+
+OWN = ("best_epoch", "best_loss", "best_validation")  # what RunCheckpoint adds to Lightning's
 
 
 class RunCheckpoint(ModelCheckpoint):
@@ -74,6 +72,7 @@ class RunCheckpoint(ModelCheckpoint):
         )
         self.best_epoch: int | None = None
         self.best_loss = math.nan
+        self.best_validation: dict[str, Any] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -81,13 +80,12 @@ class RunCheckpoint(ModelCheckpoint):
         super().setup(trainer, pl_module, stage)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"best_epoch": self.best_epoch, "best_loss": self.best_loss}
-        return super().state_dict() | own
+        return super().state_dict() | {name: getattr(self, name) for name in OWN}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state = dict(state_dict)
-        self.best_epoch = state.pop("best_epoch", None)
-        self.best_loss = state.pop("best_loss", math.nan)
+        for name in OWN:
+            setattr(self, name, state.pop(name, getattr(self, name)))
 
         def here(path: str) -> str:
             return str(Path(str(self.dirpath)) / Path(path).name) if path else path
@@ -100,33 +98,46 @@ class RunCheckpoint(ModelCheckpoint):
 
 
 class LastCheckpoint(RunCheckpoint):
-    """last.ckpt, at the end of every epoch, or every so many steps.
+    """last.ckpt, at the end of every epoch, after every so many updates, and on SIGTERM.
 
-    The one of epochs is also written when SIGTERM ends the run between two optimiser steps.
+    One that lies between an update and the validation behind it starts with that validation: see
+    `Reproducible`.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        self.of_epochs = every_n_steps is None
-        when = (
-            {"every_n_train_steps": every_n_steps}
-            if every_n_steps
-            else {"every_n_epochs": 1, "save_on_train_epoch_end": True}
-        )
-        super().__init__("last", **when)
+        super().__init__("last", every_n_epochs=1, save_on_train_epoch_end=True)
+        self.every_n_steps = every_n_steps
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.every_n_steps and trainer.global_step % self.every_n_steps == 0:
+            pl_module.log_step(outputs)  # which it does after the callbacks: the row belongs here
+            self._save_between(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        stopped = isinstance(exception, SIGTERMException) and trainer.training
-        if not self.of_epochs or not stopped or trainer.global_step == 0:
+        if isinstance(exception, SIGTERMException):
+            self._save_between(trainer)
+
+    def _save_between(self, trainer: Trainer) -> None:
+        """Save, if a run can start from here: behind an update, and before the epoch's end."""
+        if self._should_skip_saving_checkpoint(trainer):
             return
-        if trainer.fit_loop.epoch_loop._should_accumulate():
-            return  # gradients of a part of a step, which a checkpoint does not hold
-        self._save_checkpoint(trainer, self.format_checkpoint_name({}))
+        fit = trainer.fit_loop
+        batches = fit.epoch_loop
+        ends = batches._num_ready_batches_reached() or trainer.should_stop
+        ends &= not batches._should_check_val_fx(fit._data_fetcher)
+        if not (ends or batches._should_accumulate() or trainer.global_step == trainer.max_steps):
+            self._save_topk_checkpoint(trainer, {})
 
 
 class BestCheckpoint(RunCheckpoint):
     """best.ckpt: the best by a figure of validation; of equal ones, the one with the lower loss.
+
+    It holds the weights that were validated: those of a validation inside an epoch are saved at
+    once, those of one behind its last batch with the epoch.
 
     Args:
         monitor: the figure, and "max" or "min".
@@ -135,164 +146,96 @@ class BestCheckpoint(RunCheckpoint):
     def __init__(self, monitor: tuple[str, str] = ("val/top1", "max")) -> None:
         name, mode = monitor
         super().__init__("best", monitor=name, mode=mode, save_on_train_epoch_end=True)
+        self._waits = False
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        self._validation = pl_module.validation
+        self._waits = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        if not self._waits:
+            self._save_if_best(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        every = trainer.check_val_every_n_epoch
-        validated = every is None or (trainer.current_epoch + 1) % every == 0
-        if validated and sum(trainer.num_val_batches) > 0:
-            super().on_train_epoch_end(trainer, pl_module)
+        if self._waits:
+            self._save_if_best(trainer)
+        self._waits = False
+
+    def _save_if_best(self, trainer: Trainer) -> None:
+        if not self._should_skip_saving_checkpoint(trainer):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        loss = float(trainer.callback_metrics.get("val/loss", math.nan))
+        loss = float(trainer.callback_metrics.get("val/loss", math.inf))
+        loss = math.inf if math.isnan(loss) else loss
         better = super().check_monitor_top_k(trainer, current)
         tie = current is not None and self.best_model_score is not None
         if not better and tie and bool(current == self.best_model_score):
             better = loss < self.best_loss
         if better:
             self.best_loss, self.best_epoch = loss, trainer.current_epoch
+            self.best_validation = self._validation
         return better
 
 
-class RunFolder(Callback):
-    """Makes the run's folder and sends everything that is written into it.
-
-    Rank zero chooses the folder once the processes can talk to each other, so that all of them
-    agree on it however they were started.
-
-    Args:
-        root, name, seed: see `new_run_folder`.
-        config_text: what config.yaml is to hold.
-        resume: the folder of the run that goes on; None starts a new one.
-    """
-
-    def __init__(
-        self, root: str, name: str, seed: int | None, config_text: str, resume: Path | None = None
-    ) -> None:
-        runs_of(root, name)  # a wrong name shows at once
-        self.root, self.name, self.seed = root, name, seed
-        self.config_text = config_text
-        self.resume = resume
-        self.folder: Path | None = None
-        self._held: int | None = None
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self.folder is not None:
-            return
-        folder = self.resume
-        if folder is None and trainer.is_global_zero:
-            folder = new_run_folder(self.root, self.name, self.seed)
-        self.folder = Path(trainer.strategy.broadcast(folder))
-        for callback in trainer.callbacks:
-            if isinstance(callback, RunCheckpoint):
-                callback.dirpath = str((self.folder / CHECKPOINTS).resolve())
-        if trainer.is_global_zero:
-            self._hold()
-            self._write_facts(str(trainer.strategy.root_device), trainer.world_size)
-        if trainer.loggers:  # the user's own
-            return
-        resumed = self.resume is not None and trainer.is_global_zero
-        loggers: list[Logger] = [RunCSVLogger(self.folder, resumed)]
-        try:
-            loggers.append(TensorBoardLogger(self.folder, name="tensorboard", version=""))
-        except ModuleNotFoundError:
-            pass  # an optional companion: the CSV holds the same figures
-        trainer.loggers = loggers
-
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        for logger in trainer.loggers:
-            if isinstance(logger, RunCSVLogger) and trainer.is_global_zero:
-                logger.go_on_after(checkpoint["global_step"])
-
-    def _hold(self) -> None:
-        """Raises: ValueError if another process trains in the folder."""
-        try:
-            import fcntl
-        except ImportError:  # Windows
-            return
-        assert self.folder is not None
-        self._held = os.open(self.folder, os.O_RDONLY)
-        try:
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.release()
-            raise ValueError(
-                f"another process is training in {self.folder}: stop it, or wait until it ends"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-
-    def release(self) -> None:
-        """Let other processes train in the folder; the end of this one does it too."""
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
-
-    def _write_facts(self, device: str, processes: int) -> None:
-        assert self.folder is not None
-        facts = environment(self.seed, device) | {"processes": processes}
-        path = self.folder / "environment.json"
-        if self.resume is not None and path.is_file():
-            first = read_record(path)
-            first.setdefault("resumed", []).append(facts)
-            facts = first
-        else:
-            write_whole(self.folder / "config.yaml", self.config_text)
-        write_json(path, facts)
-
-
-class RunCSVLogger(CSVLogger):
-    """metrics.csv in the run's own folder; a resumed run goes on with what is in it."""
-
-    def __init__(self, folder: Path, resumed: bool) -> None:
-        super().__init__(folder, name="", version="")
-        self.before = folder / ".metrics.csv.before"
-        if resumed and (folder / "metrics.csv").is_file():  # Lightning's writer would remove it
-            os.replace(folder / "metrics.csv", self.before)
-
-    def go_on_after(self, step: int) -> None:
-        """Take up what was logged until so many steps: the resumed run does the rest again.
-
-        A step's own row has the number of steps that are done, an epoch's the number before its
-        last step, as Lightning counts.
-        """
-        if self.before.is_file():
-            with self.before.open(newline="", encoding="utf-8") as file:
-                rows = list(csv.DictReader(file))
-            done = [r for r in rows if int(r["step"]) < step + bool(r.get("train/loss_step"))]
-            self.experiment.metrics = done
-            self.experiment.save()
-            self.before.unlink()
-
-    @property
-    def log_dir(self) -> str:
-        return os.fspath(self.save_dir)
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: config.yaml holds them."""
-
-
 class Reproducible(Callback):
-    """Ties a step's noise to (seed, rank, epoch, step), and a resumed run's data to its place.
+    """Ties a step's noise to (seed, rank, epoch, step), and a resumed run to its place.
 
     Dropout, drop path and mixing draw from the main process's generators, which are seeded anew for
-    every step: a run that was stopped, in mid-epoch even, then goes on as the unbroken run did.
-    The data module's own order follows (seed, epoch); after a restart the loader is set to the
-    right epoch, which Lightning does too late for it, and moved past the batches that were used.
+    every step, and between two, where batches go to the device: a run that was stopped, in
+    mid-epoch even, then goes on as the unbroken run did. The data module's own order follows (seed,
+    epoch); after a restart the loader is set to the right epoch, which Lightning does too late for
+    it, and moved past the batches that were used.
+
+    Lightning leaves out the validation behind a checkpoint's batch, counts that batch's epoch as
+    done, and begins an epoch twice with max_steps. So what it counts is set to what it was.
     """
 
     def __init__(self, seed: int | None) -> None:
         self.seed = seed
 
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint["stopped_early"] = trainer.should_stop
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        trainer.should_stop = checkpoint.get("stopped_early", False)
+        loops = checkpoint["loops"]["fit_loop"]
+        epoch, batch = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
+        val = loops["epoch_loop.val_loop.batch_progress"]
+        # saved before the hooks of the batch were through, or in the validation behind it
+        validates = batch["current"]["completed"] < batch["current"]["processed"]
+        validates |= val["current"]["ready"] > 0 and not val["is_last_batch"]
+        over = epoch["current"]["processed"] == epoch["current"]["ready"]
+        for part in ("current", "total"):
+            _settle(batch[part], 0 if over and part == "current" else batch[part]["ready"])
+            if over:
+                _settle(epoch[part], epoch[part]["ready"])
+            _settle(val[part], 0)
+        batch["is_last_batch"] &= not over
+        if validates and not over:
+            val["total"].update(ready=1, started=1)  # Lightning's mark of a begun validation
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loop = trainer.fit_loop
         if not trainer.ckpt_path or loop._data_fetcher is None:
             return
-        used = 0
+        batches, used, validates = loop.epoch_loop, 0, False
         if loop.restarted_mid_epoch:
-            used = loop.epoch_loop.batch_progress.current.ready
-            used = 0 if used >= trainer.num_training_batches else used  # stopped at its very end
+            validates = batches._should_check_val_fx(loop._data_fetcher)
+            used = batches.batch_progress.current.ready
+            if validates and batches._num_ready_batches_reached():
+                used = 0  # the epoch ends without another
+        else:
+            for part in (loop, batches, batches.val_loop):
+                part._restarting = False
+        # of the loggers' steps: one is added behind a validation, whether it is done again or not
+        batches._batches_that_stepped = trainer.global_step - validates
         epoch = loop.epoch_progress.current.processed
         for loader in loop._combined_loader.flattened:
             for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
@@ -301,19 +244,41 @@ class Reproducible(Callback):
         iter(loop._data_fetcher)
         for _ in range(used):
             next(loop._data_fetcher.iterator)
+        self._seed(trainer, "before", batches.batch_progress.current.ready)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._seed(trainer, "before", 0)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._seed(trainer, "in", batch_idx)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._seed(trainer, "before", batch_idx + 1)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._seed(trainer, "before", trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+    def _seed(self, trainer: Trainer, when: str, batch_idx: int) -> None:
         if self.seed is None:
             return
         key = f"{self.seed} {trainer.global_rank} {trainer.current_epoch} {batch_idx}"
+        key += "" if when == "in" else f" {when}"
         drawn = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
         random.seed(drawn)
         np.random.seed(drawn)
         torch.default_generator.manual_seed(drawn)  # torch.manual_seed asks every kind of device
-        if pl_module.device.type == "cuda":
+        if trainer.strategy.root_device.type == "cuda":
             torch.cuda.manual_seed(drawn)
+
+
+def _settle(progress: dict[str, int], n: int) -> None:
+    """So many are done, and none is under way."""
+    progress.update(dict.fromkeys(progress, n))
 
 
 class Clock(Callback):

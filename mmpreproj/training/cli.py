@@ -5,11 +5,13 @@
     train.py --resume RUN_FOLDER           go on with that run
     train.py CONFIG --print_config         show all settings and stop
 
-Restart rule: a run goes on from its last checkpoint, in the same folder, with the same config. It
-then sees the same images in the same order as the unbroken run, in mid-epoch too, and counts the
-same steps. (Random erasing of the first batch after a restart in mid-epoch is drawn anew. With
-several processes, the training loss of an epoch up to the restart is the first one's.)
-SIGTERM writes a last checkpoint, between two optimiser steps.
+Restart rule: a run goes on from its last checkpoint, in the same folder, with the same config, and
+ends as the unbroken run would have, to the bit, wherever it was killed. (With several processes,
+the training loss of an epoch up to the restart is the first one's.) Settings beside --resume must
+be the run's own, as those of a command that is issued again are. Others may be what changes no
+weight (`FREE`), and more epochs or steps, with which also a finished run goes on: from there, its
+learning rate is that of the longer run. SIGTERM writes a last checkpoint, once the update that is
+under way is done.
 """
 
 from __future__ import annotations
@@ -17,13 +19,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import logging
 import os
-import re
 import signal
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,28 +40,19 @@ from mmpreproj.training.callbacks import (
     EpochLines,
     LastCheckpoint,
     Reproducible,
-    RunFolder,
-    checkpoint_path,
-    runs_of,
+    RunTrainer,
+    check_parts,
 )
+from mmpreproj.training.console import quieten
+from mmpreproj.training.run_folder import RunFolder, checkpoint_path, runs_of
 from mmpreproj.training.runs import finish_run
 
-__all__ = ["RunConfig", "TrainCLI", "find_resumed", "main", "quieten", "run_tool"]
-__all__ += ["split_arguments"]
+__all__ = ["RunConfig", "TrainCLI", "find_resumed", "main", "split_arguments"]
 
-# Hints of Lightning's that do not apply here, each for the reason given. Nothing else is silenced.
-NOT_APPLICABLE = (
-    r"The '.*_dataloader' does not have many workers",  # num_workers is in the config, on purpose
-    r"The number of training batches \(.*\) is smaller than the logging interval",  # means are
-    r"Found \d+ module\(s\) in eval mode at the start of training",  # the frozen base, the average
-    r"Using `DistributedSampler` with the dataloaders",  # padding is marked, and never counted
-    r"Checkpoint directory .* exists and is not empty",  # a resumed run's own
-    r"Experiment logs directory .* exists and is not empty",  # it holds config.yaml; none is lost
-    r".*Trainer already configured with model summary callbacks",
-    r"Total length of `list` across ranks is zero",  # no validation split, as the config says
-    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning's own call of torch
-    r"You're resuming from a checkpoint that ended before the epoch ended",  # see Reproducible
-)
+# What a resumed run may be given another value of: its weights are the same.
+FREE = ("run.test", "run.every_n_steps", "data.num_workers", "trainer.enable_progress_bar")
+FREE += ("trainer.log_every_n_steps",)
+ENDS = ("trainer.max_epochs", "trainer.max_steps")
 
 REFRESH = 10  # batches from one refresh of the progress bar to the next
 
@@ -72,7 +62,7 @@ class RunConfig:
     """Where a run is kept.
 
     Args:
-        root: folder of all runs.
+        root: folder of all runs; where it is left as it is, trainer.default_root_dir is, if set.
         name: folder of this config's runs; None is the config's path below configs/.
         every_n_steps: write last.ckpt after every so many optimiser steps too, for long epochs.
         test: read the reported split, once, after training.
@@ -98,6 +88,7 @@ class TrainCLI(LightningCLI):
         super().__init__(
             LightningModule,
             LightningDataModule,
+            trainer_class=RunTrainer,
             save_config_callback=None,
             seed_everything_default=True,
             trainer_defaults={"enable_model_summary": False, "max_epochs": 10},
@@ -122,6 +113,27 @@ class TrainCLI(LightningCLI):
                 read_yaml(path)
         with _explained(parser):
             self.config = parser.parse_args(args)
+            if self.resume is not None:
+                own = parser.parse_args(["--config", os.fspath(self.resume / "config.yaml")])
+        self.changed: dict[str, tuple[Any, Any]] = {}  # settings: (the run's own, now)
+        if self.resume is not None:
+            then, now = _flat(parser, own), _flat(parser, self.config)
+            names = sorted(then.keys() | now.keys())
+            pairs = {name: (then.get(name), now.get(name)) for name in names}
+            self.changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+            self._check_changed()
+
+    def _check_changed(self) -> None:
+        """Raises: ValueError, naming the setting, if the run cannot go on with another value."""
+        for name, (then, now) in self.changed.items():
+            if name in ENDS and isinstance(then, int) and isinstance(now, int) and now > then > 0:
+                continue
+            if name not in FREE:
+                hint = ", unless more" if name in ENDS else ""
+                raise ValueError(
+                    f"the run was begun with {name}: {then}, and cannot go on with {now}{hint}; "
+                    f"leave --{name} out, or start a new run"
+                )
 
     def instantiate_classes(self) -> None:
         # jsonargparse wraps what a class says about its arguments; say that, not the wrapping.
@@ -136,12 +148,16 @@ class TrainCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         run, given = self.config.run, self.config.trainer
+        root = run.root
+        if root == RunConfig.root and given.default_root_dir:
+            root = given.default_root_dir
         self.folder = RunFolder(
-            run.root,
+            root,
             run.name or self.config_name,
             self.seed,
             self.parser.dump(self.config, skip_unset=False),
             self.resume,
+            bool(self.changed),
         )
         self.clock, self.best = Clock(), BestCheckpoint(self.model.monitor)
         callbacks = [self.folder, Reproducible(self.seed), self.clock]
@@ -156,20 +172,20 @@ class TrainCLI(LightningCLI):
             callbacks.append(TQDMProgressBar(refresh_rate=REFRESH))
         if given.enable_checkpointing is not False and not given.fast_dev_run:
             # In this order: last.ckpt then knows which epoch was best, the one that ends included.
-            callbacks += [self.best, LastCheckpoint()]
-            if run.every_n_steps:
-                callbacks.append(LastCheckpoint(run.every_n_steps))
+            callbacks += [self.best, LastCheckpoint(run.every_n_steps)]
         # Loggers are made with the folder, once all processes know it.
         logger = False if given.logger in (None, True) else self.config_init.trainer.logger
-        return self._instantiate_trainer(
+        trainer = self._instantiate_trainer(
             {
                 **self.config_init.trainer.as_dict(),
                 "enable_progress_bar": progress,
                 "logger": logger,
-                "default_root_dir": given.default_root_dir or run.root,
+                "default_root_dir": root,
             },
             callbacks,
         )
+        check_parts(trainer)
+        return trainer
 
     def train(self) -> Path:
         """Fit, then test the best weights once, then write the record. Returns the run folder."""
@@ -194,6 +210,10 @@ class TrainCLI(LightningCLI):
         last = None if self.resume is None else str(checkpoint_path(self.resume, "last"))
         try:
             self.trainer.fit(self.model, self.datamodule, ckpt_path=last, weights_only=True)
+            assert self.folder.folder is not None
+            watched = self.folder.folder, self.best, self.clock
+            test = self.config.run.test
+            finish_run(self.trainer, self.model, self.datamodule, *watched, self.seed, test)
         except (KeyboardInterrupt, SystemExit) as stop:
             folder = self.folder.folder
             if folder is not None and checkpoint_path(folder, "last").is_file():
@@ -201,11 +221,21 @@ class TrainCLI(LightningCLI):
             if isinstance(stop, SystemExit) and not stop.code:  # Lightning's, after SIGTERM
                 raise SystemExit(128 + signal.SIGTERM) from stop
             raise
-        assert self.folder.folder is not None
-        watched = self.folder.folder, self.best, self.clock
-        test = self.config.run.test
-        finish_run(self.trainer, self.model, self.datamodule, *watched, self.seed, test)
         return self.folder.folder
+
+
+def _flat(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
+    """Settings by their dotted names on the command line."""
+    found, parts = {}, [("", yaml.safe_load(parser.dump(config, skip_unset=False)))]
+    while parts:
+        above, values = parts.pop()
+        for key, value in values.items():
+            name = above if key == "init_args" else f"{above}.{key}".lstrip(".")
+            if isinstance(value, dict) and value:
+                parts.append((name, value))
+            else:
+                found[name] = value
+    return found
 
 
 @contextlib.contextmanager
@@ -252,19 +282,10 @@ def find_resumed(args: Sequence[str], config: str | None, run: str | None) -> Pa
     """The run folder that --resume means.
 
     Raises:
-        ValueError: if there is nothing to go by, the run is complete, or settings are given.
+        ValueError: if there is nothing to go by.
         FileNotFoundError: if there is no such run.
     """
-    known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    known.add_argument("-c", "--config")
-    known.add_argument("--run.root", dest="root", default=RunConfig.root)
-    known.add_argument("--run.name", dest="name", default=config_name(config) if config else None)
-    where, others = known.parse_known_args(args)
-    if others:
-        raise ValueError(
-            f"--resume goes on with the run's own config; leave out {' '.join(others)}, or start a "
-            "new run"
-        )
+    where, _ = _where(args, config)
     if run is None:
         if where.name is None:
             raise ValueError("--resume needs CONFIG (its newest run is resumed) or a run folder")
@@ -276,6 +297,22 @@ def find_resumed(args: Sequence[str], config: str | None, run: str | None) -> Pa
         if not path.is_file():
             raise FileNotFoundError(f"{folder} cannot be resumed: there is no {path}")
     return folder
+
+
+def _where(args: Sequence[str], config: str | None) -> tuple[argparse.Namespace, list[str]]:
+    """(root and name of the runs that are meant, the settings beside them)."""
+    given = read_yaml(Path(config)) if config and Path(config).is_file() else None
+    given = given if isinstance(given, dict) else {}
+    own, trainer = given.get("run") or {}, given.get("trainer") or {}
+    known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    known.add_argument("-c", "--config")
+    known.add_argument("--run.root", dest="root", default=own.get("root"))
+    known.add_argument("--trainer.default_root_dir", dest="other", default=None)
+    name = own.get("name") or (config_name(config) if config else None)
+    known.add_argument("--run.name", dest="name", default=name)
+    where, others = known.parse_known_args(args)
+    where.root = where.root or where.other or trainer.get("default_root_dir") or RunConfig.root
+    return where, others
 
 
 def newest_run(root: str | os.PathLike[str], name: str) -> Path:
@@ -311,32 +348,6 @@ def config_name(path: str) -> str:
     return "-".join(parts[below:])
 
 
-def run_tool(main: Callable[[], Any]) -> int:
-    """Run a tool's `main`; what its user can mend is told in one line, without a traceback.
-
-    Returns: the exit status. MMPREPROJ_TRACEBACK=1 shows where an error came from.
-    """
-    try:
-        status = main()
-    except (ValueError, OSError, ImportError) as error:
-        if os.environ.get("MMPREPROJ_TRACEBACK"):
-            raise
-        said = str(error)
-        if re.match(r"Caught \w+ in DataLoader worker", said):  # with the worker's traceback
-            said = re.sub(r"^[\w.]+: ", "", said.strip().splitlines()[-1])
-        print(f"error: {said}", file=sys.stderr, flush=True)
-        return 2
-    return status if isinstance(status, int) else 0
-
-
-def quieten() -> None:
-    """Leave out the hints that do not apply, and Lightning's advertisements."""
-    for message in NOT_APPLICABLE:
-        warnings.filterwarnings("ignore", message=message)
-    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    log.addFilter(lambda record: "Tip: For seamless" not in record.getMessage())
-
-
 def main(args: Sequence[str] | None = None) -> Path:
     """Run `train.py` with these arguments (None: the command line's). Returns the run folder."""
     quieten()
@@ -346,11 +357,14 @@ def main(args: Sequence[str] | None = None) -> Path:
             raise ValueError("which config? train.py CONFIG, such as configs/vit.yaml")
         return TrainCLI(args, config_name(config) if config else "run").train()
     folder = find_resumed(args, config, run)
+    _, others = _where(args, config)
     record = folder / "record.json"
-    if record.is_file() and read_record(record).get("finished"):
-        print(f"{folder} is complete already: see {record}", flush=True)
-        return folder
-    config_path = folder / "config.yaml"
-    with about(config_path, "cannot be gone on with"):
-        cli = TrainCLI(["--config", os.fspath(config_path)], folder.parent.name, folder)
-    return cli.train()
+    finished = record.is_file() and read_record(record).get("finished")
+    if others or not finished:
+        own = folder / "config.yaml"
+        with about(own, "cannot be gone on with"):
+            cli = TrainCLI(["--config", os.fspath(own), *others], folder.parent.name, folder)
+        if not finished or cli.changed.keys() & {*ENDS, "run.test"}:
+            return cli.train()
+    print(f"{folder} is complete already: see {record}", flush=True)
+    return folder

@@ -175,14 +175,11 @@ class ImageClassifier(TrainedModule):
 
     # ---- training -------------------------------------------------------------------------------
 
-    def on_train_epoch_start(self) -> None:
-        if self.mixer is not None:
-            self.mixer.set_epoch(self.current_epoch)
-
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = batch
         n = len(targets)
         if self.mixer is not None:
+            self.mixer.set_epoch(self.current_epoch)  # a resumed epoch has no start
             images, targets = self.mixer(images, targets)
         loss = self.criterion(self.model(images), targets)
         self.count_loss(loss, n, batch_idx)

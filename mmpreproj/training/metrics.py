@@ -1,7 +1,7 @@
 """What the evaluation of a split counts, and its figures as records and the screen have them.
 
 Targets below 0 are marks of `mmpreproj.data.targets`: padding, which is never counted, and
-unreadable images, which count as wrong and are left out of the loss.
+unreadable images, which count as wrong and are left out of the loss. Scores of NaN are wrong, too.
 """
 
 from __future__ import annotations
@@ -64,12 +64,13 @@ class EvaluationMetrics(Sums):
         logits = logits.float()
         true, readable, counted = decode(targets)
         losses = F.cross_entropy(logits, true, reduction="none").to(EXACT)
-        right = readable & (logits.argmax(1) == true)
+        sure = readable & ~logits.isnan().any(1)  # argmax takes a NaN for the highest
+        right = sure & (logits.argmax(1) == true)
         found = {"n": counted.sum(), "correct": right.sum(), "n_loss": readable.sum()}
         found["loss"] = losses.where(readable, 0.0).sum()
         if "top5" in self.names:
             near = (logits.topk(5).indices == true[:, None]).any(1)
-            found["top5"] = (readable & near).sum()
+            found["top5"] = (sure & near).sum()
         if "class_n" in self.names:
             for name, items in (("class_correct", right), ("class_n", counted)):
                 zeros = torch.zeros_like(getattr(self, name))

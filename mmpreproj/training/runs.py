@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.abc
 import importlib.util
+import math
 import os
 import sys
 import time
@@ -20,8 +21,9 @@ import mmpreproj
 from mmpreproj.analysis.records import environment, peak_memory, write_json
 from mmpreproj.analysis.skip import skip_strength, write_csv
 from mmpreproj.data.loaders import Answers
-from mmpreproj.messages import about, explain
-from mmpreproj.training.callbacks import CHECKPOINTS, BestCheckpoint, Clock, checkpoint_path
+from mmpreproj.messages import about, explain, listed
+from mmpreproj.training.callbacks import BestCheckpoint, Clock
+from mmpreproj.training.run_folder import CHECKPOINTS, checkpoint_path
 from mmpreproj.training.trained_module import TrainedModule, parameter_counts
 
 __all__ = ["evaluate", "finish_run", "load_run", "print_table"]
@@ -265,7 +267,10 @@ def finish_run(
         examples = examples.float()
     rows = skip_strength(reported.evaluated.float(), examples) if reported else []
     validated = [row["val/n"] for row in history if row.get("val/n")]
-    at_best = next((row for row in history if row["epoch"] == chosen["epoch"]), {})
+    at_best = best.best_validation
+    if at_best is None:  # the checkpoint does not tell
+        row = next((row for row in history if row["epoch"] == chosen["epoch"]), {})
+        at_best = {key[4:]: value for key, value in row.items() if key.startswith("val/")}
     record = {
         "finished": True,
         "name": folder.parent.name,
@@ -275,9 +280,8 @@ def finish_run(
         "data": Answers(data).describe(),
         "checkpoint": {**chosen, "file": chosen["file"] and Path(chosen["file"]).name},
         "test": module.metrics(module.test_result),
-        "validation": module.metrics(
-            {key[4:]: value for key, value in at_best.items() if key.startswith("val/")}
-        ),
+        "validation": module.metrics(at_best),
+        "diverged": _diverged(history, module.test_result),
         "n": {
             "train": history[-1]["train/n"] if history else None,
             "val": validated[-1] if validated else None,
@@ -338,6 +342,15 @@ def _choose(trainer: Trainer, module: TrainedModule, best: BestCheckpoint) -> di
     }
 
 
+def _diverged(history: list[dict[str, Any]], tested: dict[str, Any] | None) -> str | None:
+    """Which losses are no finite numbers; None where all are."""
+    epochs = [row["epoch"] + 1 for row in history if row["train/loss"] is None]
+    found = [f"training, epoch {listed(epochs)}"] * bool(epochs)
+    loss = (tested or {}).get("loss")
+    found += ["test"] * (loss is not None and not math.isfinite(loss))
+    return f"losses that are no finite numbers: {'; '.join(found)}" if found else None
+
+
 def _plots(
     folder: Path, module: TrainedModule, history: list[dict[str, Any]], rows: list[dict[str, Any]]
 ) -> None:
@@ -381,4 +394,6 @@ def print_summary(record: dict[str, Any], folder: Path, headline: list[list[str]
             told += f", {speed:,.0f} {name.removesuffix('_per_second')}/s"
     rows = [["weights", f"{chosen['which']} ({of})"], ["parameters", parameters]]
     rows = [*headline, *rows, ["training", told], ["run", str(folder)]]
+    if record["diverged"]:
+        rows.insert(0, ["DIVERGED", record["diverged"]])
     print_table(f"{record['name']}, seed {record['seed']}", rows)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mmpreproj.attach import preproj_modules
 from mmpreproj.backbones import building
+from mmpreproj.backbones.modes import exact_frequencies
 from mmpreproj.data.loaders import Answers
 from mmpreproj.training.metrics import EXACT
 from mmpreproj.training.recipe import make_optimizer, make_schedule
@@ -62,7 +63,8 @@ class TrainedModule(LightningModule):
         self.loaded: dict[str, Any] = {}
         self._loss_sum: Tensor | None = None  # of the epoch: times n, so that n weighs it
         self._loss_n = 0
-        self._val_result: dict[str, Any] | None = None
+        self._logged_step = -1  # the last update that has a row of its own
+        self.validation: dict[str, Any] | None = None  # figures of the epoch's last one
 
     def keep(self, settings: Mapping[str, Any]) -> None:
         """Hold the arguments of __init__ (its locals()) as hyper-parameters, in plain types.
@@ -113,6 +115,10 @@ class TrainedModule(LightningModule):
             name, fit = type(data).__name__, GOES_WITH[gives]
             raise ValueError(f"{name} goes with {fit}, not with {type(self).__name__}")
 
+    def _apply(self, *args: Any, **kwargs: Any) -> TrainedModule:
+        with exact_frequencies(self):
+            return super()._apply(*args, **kwargs)
+
     def start_average(self) -> None:
         """Start the moving average of `model`, where one is asked for.
 
@@ -126,6 +132,12 @@ class TrainedModule(LightningModule):
             raise ValueError(
                 f"ema_decay={decay} does not work with {strategy}, which splits the weights "
                 "over processes; set ema_decay: null, or trainer.strategy: ddp"
+            )
+        half = torch.float16 in {p.dtype for p in self.model.parameters()}
+        if half or (self._trainer is not None and self._trainer.precision == "16-true"):
+            raise ValueError(
+                f"ema_decay={decay} does not work with weights in float16, in which an average "
+                "cannot move; set ema_decay: null, or trainer.precision: 16-mixed or bf16-true"
             )
         self.ema = ModelEmaV3(self.model, decay=decay, use_warmup=self.hparams.ema_warmup)
         self.ema.requires_grad_(False)
@@ -178,7 +190,9 @@ class TrainedModule(LightningModule):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
         if self.ema is not None:  # here, not at the batch's end: accumulation steps more rarely
-            self.ema.update(self.model, step=self.trainer.global_step + 1)
+            step = self.trainer.global_step + 1
+            self.ema._sr_generator.manual_seed(step)  # of rounding, in bfloat16
+            self.ema.update(self.model, step=step)
 
     def on_fit_start(self) -> None:
         self.train()
@@ -199,14 +213,31 @@ class TrainedModule(LightningModule):
         if batch_idx % max(1, self.trainer.log_every_n_steps) == 0:
             self.log("loss", loss.detach(), prog_bar=True, logger=False)
 
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The mean over the batches of a window, in an epoch's last, shorter one too."""
+        # Lightning has divided by accumulate_grad_batches
+        window = self.trainer.accumulate_grad_batches
+        rest = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready % window
+        if rest and not self.trainer.strategy.handles_gradient_accumulation:
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(window / rest)
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        trainer = self.trainer
+        self.log_step(outputs)
+
+    def log_step(self, outputs: Any) -> None:
+        """Log the loss and rate of an update, once, where one is due."""
+        trainer, step = self.trainer, self.trainer.global_step
         every = trainer.log_every_n_steps
-        stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if every and stepped and trainer.global_step % every == 0 and trainer.is_global_zero:
+        due = every and step % every == 0 and step != self._logged_step
+        if not due or trainer.fit_loop._should_accumulate():
+            return
+        self._logged_step = step
+        if trainer.is_global_zero:
             values = {"train/loss_step": float(outputs["loss"]), "lr": self.learning_rate()}
             for logger in self.loggers:
-                logger.log_metrics(values, step=trainer.global_step)
+                logger.log_metrics(values, step=step)
 
     def learning_rate(self) -> float:
         """The highest rate among the parameter groups, as of the next update."""
@@ -220,11 +251,15 @@ class TrainedModule(LightningModule):
         loss = total[0] / n if n else math.nan
         if not math.isfinite(loss):
             rank_zero_warn(f"the training loss of epoch {self.current_epoch} is {loss}")
-        self.log_dict({"train/loss": loss, "train/n": float(n)}, sync_dist=True)
+        values = {"train/loss": loss, "train/n": float(n)}
+        self.log_dict(values, sync_dist=True, logger=False)
+        for logger in self.loggers:  # not by log_dict: it would come behind the checkpoint
+            logger.log_metrics({"epoch": self.current_epoch, **values}, self.global_step - 1)
+            logger.save()
         row = {"epoch": self.current_epoch, "lr": self.learning_rate(), "train/n": n}
         row["train/loss"] = loss if math.isfinite(loss) else None
-        self.history.append(row | {f"val/{k}": v for k, v in (self._val_result or {}).items()})
-        self._val_result = None
+        self.history.append(row | {f"val/{k}": v for k, v in (self.validation or {}).items()})
+        self.validation = None
 
     # ---- evaluation -----------------------------------------------------------------------------
 
@@ -255,7 +290,7 @@ class TrainedModule(LightningModule):
     def on_validation_epoch_end(self) -> None:
         result = self._logged("val")
         if not self.trainer.sanity_checking:
-            self._val_result = {k: v for k, v in result.items() if not isinstance(v, dict)}
+            self.validation = {k: v for k, v in result.items() if not isinstance(v, dict)}
 
     def on_test_epoch_end(self) -> None:
         self.test_result = self._logged("test")
@@ -292,6 +327,7 @@ class TrainedModule(LightningModule):
             "data_config": self.data_config,
             "history": self.history,
             # of an epoch that is under way
+            "validation": self.validation,
             "loss_sum": None if self._loss_sum is None else float(self._loss_sum),
             "loss_n": self._loss_n,
             **self.saved_facts(),
@@ -303,6 +339,7 @@ class TrainedModule(LightningModule):
         self.load_facts(own)
         self.data_config = own.get("data_config") or self.data_config
         self.history = [dict(row) for row in own.get("history") or []]
+        self.validation = own.get("validation")
         if own.get("loss_sum") is not None:
             self._loss_sum = torch.tensor(own["loss_sum"], dtype=EXACT, device=self.device)
             self._loss_n = own["loss_n"]

@@ -91,6 +91,7 @@ class VideoClassifier(ImageClassifier):
         clips, targets = batch
         n = len(targets)
         if self.mixer is not None:
+            self.mixer.set_epoch(self.current_epoch)
             shape = clips.shape  # boxes and flips of the mixer are over [B, C, H, W]
             clips, soft = self.mixer(clips.flatten(1, 2), targets[:, 0])
             loss = self.criterion(self.model(clips.reshape(shape)), soft)

@@ -26,6 +26,7 @@ from mmpreproj.backbones.lm.lm_sources import (
     unpacked,
 )
 from mmpreproj.backbones.lm.lm_tokenizer import check_tokenizer, number_of_ids
+from mmpreproj.backbones.modes import exact_frequencies
 from mmpreproj.hub_cache import MODEL_FILES, Source, cached_snapshot, require_model
 from mmpreproj.messages import about, nearest, need
 from mmpreproj.preproj import PreProjConfig
@@ -252,7 +253,9 @@ def _load_gguf(auto: Any, source: Source, keywords: dict[str, Any]) -> PreTraine
 
     folder = unpacked(source.place, "model", lambda folder: read().save_pretrained(folder))
     if folder is None:
-        return read().to(keywords["dtype"])
+        model = read()
+        with exact_frequencies(model):
+            return model.to(keywords["dtype"])
     return auto.from_pretrained(folder, trust_remote_code=False, **keywords)
 
 
