@@ -17,7 +17,7 @@ __all__ = ["BLOCKS", "Site", "SiteRule", "class_name", "rules_of"]
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One self-attention. All paths are relative to its block, or to the model once it is found.
+    """A self-attention, or an MLP. Paths are relative to its block; once found, to the model.
 
     Args:
         attention: the module that takes x̂ and returns the attention branch, or a tuple that starts
@@ -38,7 +38,8 @@ class Site:
         reader: a module that reads x̂ in the attention, for its width.
         readers: where the attention's module adds the residual as well, the projections that read
             x̃ in the place of x̂; all else in it keeps x̂.
-        rank: its place among the self-attentions of its block, in order of execution.
+        rank: its place among the sites of its block, in order of execution.
+        mlp: `attention` is the path of the block's MLP, which gets a pre-projection alone.
     """
 
     attention: str
@@ -55,6 +56,7 @@ class Site:
     reader: str | None = None
     readers: tuple[str, ...] = ()
     rank: int = 0
+    mlp: bool = False
 
     def under(self, prefix: str) -> Site:
         """The same with `prefix` before every path: "layers.0.", say, or nothing."""

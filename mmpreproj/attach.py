@@ -93,7 +93,7 @@ def attach_block(block: nn.Module, config: PreProjConfig | None = None) -> nn.Mo
     config = _checked(config)
     if config.layers is not None or config.attention is not None:
         raise ValueError("attach_block takes one known block: layers and attention must be None")
-    _attach(block, config, block_sites(_attachable(block, config)), Found())
+    _attach(block, config, block_sites(_attachable(block, config), config), Found())
     return block
 
 
@@ -195,10 +195,11 @@ def report(model: nn.Module, sites: list[Site]) -> None:
     """Log what was attached, and warn where the blocks are post-norm."""
     new = sum(p.numel() for module in preproj_modules(model).values() for p in module.parameters())
     everything = sum(p.numel() for p in model.parameters())
+    mlps = sum(site.mlp for site in sites)
     _logger.info(
-        "attached to %d self-attentions of %s: %.1f M new parameters beside %.1f M; %d skips join "
-        "behind a scale",
-        *(len(sites), type(model).__name__, new / 1e6, (everything - new) / 1e6),
+        "attached to %d self-attentions and %d MLPs of %s: %.1f M new parameters beside %.1f M; "
+        "%d skips join behind a scale",
+        *(len(sites) - mlps, mlps, type(model).__name__, new / 1e6, (everything - new) / 1e6),
         sum(site.join is not None for site in sites),
     )
     if not all(site.normed for site in sites):
@@ -226,7 +227,8 @@ def make_preproj(model: nn.Module, site: Site, config: PreProjConfig) -> PreProj
     found = [p for p in (_descendant(attention, name) for name in names) if p is not None]
     reader = found[0] if found else model.get_submodule(site.reader or path)
     dim = width_of(reader)
-    if dim is None or reader is attention and not hasattr(reader, "embed_dim"):
+    by_hand = reader is attention and site.reader is None
+    if dim is None or by_hand and not hasattr(reader, "embed_dim"):
         linear = [name for name, module in attention.named_children() if hasattr(module, "weight")]
         raise ValueError(
             f"{path!r} ({type(attention).__name__}) has none of the input projections "
@@ -241,7 +243,7 @@ def make_preproj(model: nn.Module, site: Site, config: PreProjConfig) -> PreProj
             "take, such as PreProjConfig(dtype='bfloat16')"
         )
     dtype = weight.dtype if config.dtype is None else getattr(torch, config.dtype)
-    return PreProj(dim, config, device=weight.device, dtype=dtype)
+    return PreProj(dim, config.at(site.mlp), device=weight.device, dtype=dtype)
 
 
 def _stored_weight(projection: nn.Module) -> tuple[Tensor, bool]:
@@ -287,7 +289,9 @@ def detach(model: nn.Module) -> nn.Module:
 
 
 def preproj_modules(model: nn.Module) -> dict[str, PreProj]:
-    """`{qualified name: PreProj}`, one per self-attention site, in order of execution.
+    """`{qualified name: PreProj}`, one per site: self-attentions, and the MLPs behind them.
+
+    They stand in order of execution, an MLP behind the attentions of its block.
 
     Stacks stand as the model lists them: encoder before decoder; CLIP's two towers, neither of
     which reads the other, text before image.

@@ -25,6 +25,7 @@ from mmpreproj.branches import (
     branch_of,
     entry_order,
     entry_scope,
+    is_norm,
     origins,
     same,
 )
@@ -247,7 +248,7 @@ class _Block(Branches):
     def normed_inside(self, given: Value, path: str) -> Value | None:
         """What a norm in the attention's module makes of its input, if nothing else reads it."""
         calls = self.calls(given, path)
-        norms = [v for v in calls if _is_norm(self.block.get_submodule(v.module))]
+        norms = [v for v in calls if is_norm(self.block.get_submodule(v.module))]
         return norms[0] if norms and calls == norms[:1] else None
 
     def calls(self, x_hat: Value, path: str) -> list[Value]:
@@ -319,20 +320,6 @@ class _Block(Branches):
             readers=readers,
         )
 
-    def first_reader(self, x_hat: Value, path: str) -> tuple[str | None, bool]:
-        """The first module in the attention that reads x̂ itself, and whether as channels first."""
-        line, moved = [(x_hat, False)], False
-        for value, moved in line:
-            for use in self.users[value]:
-                if use.op == "call" and use.module:
-                    module = self.block.get_submodule(use.module)
-                    return use.module, _channels_first(module) and not moved
-                if use.op in PASSES | {"move"} and f"{path}." in "".join(
-                    f"{s}." for s in use.scope
-                ):
-                    line.append((use, moved or use.op == "move"))
-        return None, False
-
     def norm_of(self, x_hat: Value) -> tuple[Value, bool, str | None]:
         """Where x̂ comes from, whether that is a norm, and the norm's path."""
         value = x_hat
@@ -373,18 +360,8 @@ def _class_name(block: nn.Module, path: str) -> str:
     return class_of(block.get_submodule(path)).__name__
 
 
-def _is_norm(module: nn.Module) -> bool:
-    plain = not any(isinstance(m, (nn.Linear, nn.modules.conv._ConvNd)) for m in module.modules())
-    return plain and "norm" in class_of(module).__name__.lower()
-
-
 def _is_identity(block: nn.Module, path: str) -> bool:
     return isinstance(block.get_submodule(path), nn.Identity)
-
-
-def _channels_first(module: nn.Module) -> bool:
-    kinds = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
-    return any(isinstance(m, kinds) for m in (module, *list(module.children())[:1]))
 
 
 def _mentions(cls: type) -> bool:

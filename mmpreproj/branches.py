@@ -15,10 +15,10 @@ from collections.abc import Callable
 from torch import nn
 
 from mmpreproj.reading import Reader
-from mmpreproj.values import Entry, Value, values_in
+from mmpreproj.values import Entry, Value, class_of, values_in
 
 __all__ = ["Branches", "Join", "NoSite", "PASSES", "branch_of", "entry_order", "entry_scope"]
-__all__ += ["origins", "same"]
+__all__ += ["is_norm", "origins", "same"]
 
 # What passes numbers on as they are; "move" changes which token is where
 PASSES = {"shape", "drop", "either", "enter", "out", "item"}
@@ -226,6 +226,20 @@ class Branches:
             raise NoSite(f"a parameter scales its branch, with no module behind, {total.line}")
         return Join(next(iter(readers)), False, 1.0, len(chain), returned)
 
+    def first_reader(self, x_hat: Value, path: str) -> tuple[str | None, bool]:
+        """The first module in the attention that reads x̂ itself, and whether as channels first."""
+        line, moved = [(x_hat, False)], False
+        for value, moved in line:
+            for use in self.users[value]:
+                if use.op == "call" and use.module:
+                    module = self.block.get_submodule(use.module)
+                    return use.module, _channels_first(module) and not moved
+                if use.op in PASSES | {"move"} and f"{path}." in "".join(
+                    f"{s}." for s in use.scope
+                ):
+                    line.append((use, moved or use.op == "move"))
+        return None, False
+
 
 def same(value: Value, until: str | None = None) -> Value:
     """The value before it was passed on as it is; or the one that entered a module."""
@@ -275,3 +289,14 @@ def _factor(chain: list[Value]) -> float:
         if value.op == "scale" and value.number == 0:
             raise NoSite(f"{value.key} is 0, which turns the attention off")
     return math.prod(v.number for v in chain if v.op == "scale")
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm, by its class's name, with nothing that mixes channels in it."""
+    plain = not any(isinstance(m, (nn.Linear, nn.modules.conv._ConvNd)) for m in module.modules())
+    return plain and "norm" in class_of(module).__name__.lower()
+
+
+def _channels_first(module: nn.Module) -> bool:
+    kinds = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
+    return any(isinstance(m, kinds) for m in (module, *list(module.children())[:1]))

@@ -64,7 +64,9 @@ def x_hat_of(site: Site) -> str:
 
 def join_of(site: Site) -> str:
     """Where the skip joins, in words."""
-    if site.join is None:
+    if site.mlp:
+        joins = "none: it is an MLP"
+    elif site.join is None:
         joins = "its output"
     elif site.carried:
         joins = f"the stream that {site.join} reads"

@@ -20,11 +20,13 @@ class Found:
         stacks: by the path of a stack, its blocks in order, each with its sites.
         left: attentions that cannot take the method, with the reason.
         without: by stack, the blocks that have no self-attention, with their class.
+        mlps: by block, its MLP, or why it cannot take a pre-projection; empty unless asked for.
     """
 
     stacks: dict[str, dict[str, list[Site]]] = dataclasses.field(default_factory=dict)
     left: list[Left] = dataclasses.field(default_factory=list)
     without: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+    mlps: dict[str, Site | Left] = dataclasses.field(default_factory=dict)
 
     def under(self, prefix: str) -> Found:
         """The same for a model that holds this one at a path."""
@@ -44,6 +46,12 @@ class Found:
             {
                 named(stack): {named(path): cls for path, cls in blocks.items()}
                 for stack, blocks in self.without.items()
+            },
+            {
+                named(path): mlp.under(prefix)
+                if isinstance(mlp, Site)
+                else Left(prefix + mlp.attention, mlp.why)
+                for path, mlp in self.mlps.items()
             },
         )
 

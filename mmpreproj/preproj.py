@@ -13,6 +13,16 @@ Both additions act on each token alone and never see a position, so they commute
 the tokens: text, image patches or space-time tubelets. They cost 3.5 d² multiply-adds a token and
 layer at the default expansion (a plain block has 12 d²) and leave the K/V cache as it was.
 
+Beyond the paper, `PreProjConfig.sites` says where the pre-projection stands, each with weights of
+its own, and `activation` what σ is in x̃ = x̂ + W_down · σ(W_up · x̂). With y = norm₂(out):
+
+    "attention"   as above, then               out₂ = out + MLP(y)
+    "mlp"         out = x + Attention(x̂) + W_skip · x̂,   out₂ = out + MLP(ỹ)
+    "both"        out = x + Attention(x̃) + W_skip · x̃,   out₂ = out + MLP(ỹ)
+
+There is one skip, around attention alone. In a parallel block y is what its MLP reads there, and
+the two branches have a pre-projection each: x + Attention(x̃) + W_skip · x̃ + MLP(ỹ).
+
 Start: W_up truncated normal (std 0.02), W_down and W_skip zero. The model then equals its base bit
 for bit, and gradients still flow: W_down and W_skip move first, then W_up.
 """
@@ -34,6 +44,8 @@ from mmpreproj.messages import did_you_mean, short
 __all__ = ["PreProj", "PreProjConfig"]
 
 UP_INIT_STD = 0.02
+SITES = ("attention", "mlp", "both")
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "identity": lambda hidden: hidden}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +61,11 @@ class PreProjConfig:
         init_std: standard deviation (truncated normal) that W_down and W_skip start with; at 0 the
             model starts bit-identical to its base.
         skip_rank: rank of W_skip; None means full rank.
+        sites: what reads x̃: "attention" (the paper's), the block's "mlp", or "both"; formulas are
+            at the top of `mmpreproj.preproj`. Refused are mixtures of experts, whose router reads
+            x̂ too, MLPs that read no norm (OLMo 2), and blocks whose MLP cannot be found.
+        activation: σ between W_up and W_down: "silu" (the paper's), "gelu", or "identity", which
+            leaves x̂ + W_down · W_up · x̂, the linear control.
         dtype: dtype of the new parameters, such as "float32" on a bfloat16 base; None means that of
             the attention's own weights.
         attention: for what cannot be read off a model: the path of the attention modules, with
@@ -70,6 +87,8 @@ class PreProjConfig:
     layers: Sequence[int] | Mapping[str, Sequence[int]] | None = None
     init_std: float = 0.0
     skip_rank: int | None = None
+    sites: str = "attention"
+    activation: str = "silu"
     dtype: str | None = None
     attention: str | Sequence[str] | None = None
     join: str | Sequence[str | None] | None = None
@@ -89,6 +108,7 @@ class PreProjConfig:
             for each in (self.layers.values() if isinstance(layers, Mapping) else (self.layers,))
         )
         starred = all(map(_has_star, self.attentions))
+        sigmas = list(ACTIVATIONS)
         joined = all(join is None or isinstance(join, str) for join in self.joins)
         for name, holds, what in (
             ("pre_projection", isinstance(self.pre_projection, bool), "True or False"),
@@ -96,6 +116,8 @@ class PreProjConfig:
             ("expansion", _is_finite(self.expansion) and self.expansion > 0, "a number above 0"),
             ("init_std", _is_finite(self.init_std) and self.init_std >= 0, "a number from 0 on"),
             ("skip_rank", rank is None or (type(rank) is int and rank > 0), "1 or above, or None"),
+            ("sites", self.sites in SITES, f"one of {', '.join(SITES)}"),
+            ("activation", self.activation in sigmas, f"one of {', '.join(sigmas)}"),
             ("layers", layers is None or (self.layers and whole), "block numbers, or None"),
             ("dtype", self.dtype is None or _is_float(self.dtype), "a floating-point torch dtype"),
             ("attention", starred, "a path with a * for the block"),
@@ -106,6 +128,8 @@ class PreProjConfig:
                 raise ValueError(f"{name} must be {what}, found {short(getattr(self, name))}")
         if rank is not None and not self.content_skip:
             raise ValueError(f"skip_rank={rank} needs content_skip=True")
+        if self.sites != "attention" and not self.pre_projection:
+            raise ValueError(f"sites={self.sites!r} needs pre_projection=True")
         if self.join is not None and self.attention is None:
             raise ValueError(f"join={self.join!r} goes with attention=, which is None")
         if len(self.joins) != len(self.attentions):
@@ -115,6 +139,16 @@ class PreProjConfig:
     def enabled(self) -> bool:
         """Whether either part is on."""
         return self.pre_projection or self.content_skip
+
+    def at(self, mlp: bool) -> PreProjConfig:
+        """What stands at an attention, or at an MLP: the skip is around attention alone."""
+        return dataclasses.replace(
+            self,
+            sites="attention",
+            pre_projection=self.pre_projection and self.sites != ("attention" if mlp else "mlp"),
+            content_skip=self.content_skip and not mlp,
+            skip_rank=None if mlp else self.skip_rank,
+        )
 
     @property
     def attentions(self) -> tuple[str, ...]:
@@ -168,7 +202,7 @@ def _is_float(name: Any) -> bool:
 
 
 class PreProj(nn.Module):
-    """The parameters of one self-attention: W_up, W_down and W_skip, all without bias.
+    """The parameters of one self-attention or MLP: W_up, W_down and W_skip, all without bias.
 
     `up` is Linear(D, int(expansion · D)), `down` its inverse shape, `skip` Linear(D, D); a part
     that is off is None and holds no parameter. With a skip rank r, W_skip = skip · reduce, where
@@ -176,7 +210,7 @@ class PreProj(nn.Module):
 
     Args:
         dim: D, the width of the tokens that the attention reads.
-        config: which parts, and their sizes.
+        config: which parts, their sizes, and σ; where they stand is not its matter.
 
     Raises:
         ValueError: if dim < 1, or the skip rank is above dim.
@@ -198,6 +232,7 @@ class PreProj(nn.Module):
             raise ValueError(f"skip_rank={rank} is above the width {dim}; use None for full rank")
         self.dim = dim
         self.init_std = config.init_std
+        self.activation = config.activation
         hidden = max(1, int(config.expansion * dim))
         linear = functools.partial(nn.Linear, bias=False, device=device, dtype=dtype)
         self.up = linear(dim, hidden) if config.pre_projection else None
@@ -223,7 +258,8 @@ class PreProj(nn.Module):
         if self.up is None:
             return x_hat
         x = x_hat.to(self.up.weight.dtype)  # a no-op unless the new parameters have their own dtype
-        return (x + self.down(F.silu(self.up(x)))).to(x_hat.dtype)
+        hidden = ACTIVATIONS[self.activation](self.up(x))
+        return (x + self.down(hidden)).to(x_hat.dtype)
 
     def content_skip(self, x_tilde: Tensor) -> Tensor:
         """W_skip · x̃. Shape: x_tilde [..., D] -> the same shape and dtype."""

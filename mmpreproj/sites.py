@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from torch import nn
 
 from mmpreproj.architectures import Site, class_name, rules_of
-from mmpreproj.blocks import Left, mentions_attention, read_block
+from mmpreproj.blocks import Left, NoSite, mentions_attention, read_block
 from mmpreproj.by_hand import by_hand
 from mmpreproj.found import Found, starred
 from mmpreproj.messages import listed, nearest
+from mmpreproj.mlps import read_mlp
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.values import class_of
 
@@ -47,11 +48,33 @@ def find(model: nn.Module, config: PreProjConfig) -> Found:
         found = survey(part)
         if not found.stacks:
             raise ValueError(_nothing(part, found))
+    if config.sites != "attention":
+        modules = dict(part.named_modules())
+        for blocks in found.stacks.values():
+            found.mlps.update({p: _mlp_of(p, held, modules) for p, held in blocks.items() if held})
     return found if config.within is None else found.under(f"{config.within}.")
 
 
+def _mlp_of(path: str, sites: list[Site], modules: dict[str, nn.Module]) -> Site | Left:
+    """The MLP of the block at a path, which has these self-attentions, or why there is none."""
+    left = Left(path, "its MLP cannot be found")
+    for around in dict.fromkeys((path, sites[0].block)):
+        try:
+            mlp = read_mlp(modules[around]).under(f"{around}." if around else "")
+        except NoSite as error:
+            left = Left(path, str(error))
+        else:
+            if _in(mlp.attention, path):
+                return dataclasses.replace(mlp, rank=len(sites))
+    return left
+
+
 def chosen(found: Found, config: PreProjConfig) -> list[Site]:
-    """The sites of the blocks that `config.layers` asks for."""
+    """The sites of the blocks that `config.layers` asks for, MLPs behind their attentions.
+
+    Raises:
+        ValueError: as `find_sites`, also if the MLP of such a block cannot take the pre-projection.
+    """
     sites: list[Site] = []
     by_stack = config.layers if isinstance(config.layers, dict) else None
     unknown = [stack for stack in by_stack or () if stack not in found.stacks]
@@ -61,7 +84,7 @@ def chosen(found: Found, config: PreProjConfig) -> list[Site]:
         if by_stack is not None and stack not in by_stack:
             continue
         layers = config.layers if by_stack is None else by_stack[stack]
-        in_order = list(blocks.values())
+        in_order, paths = list(blocks.values()), list(blocks)
         for index in _chosen(layers, len(in_order)):
             if not in_order[index] and layers is not None:
                 having = [i for i, block in enumerate(in_order) if block]
@@ -69,16 +92,30 @@ def chosen(found: Found, config: PreProjConfig) -> list[Site]:
                     f"layers={list(layers)}: block {index} of {stack!r} has no "
                     f"self-attention; those that have one are {listed(having, 40)}"
                 )
-            sites.extend(in_order[index])
+            sites.extend(_of_block(in_order[index], found.mlps.get(paths[index]), config))
     return sites
 
 
-def block_sites(block: nn.Module) -> list[Site]:
-    """The self-attentions of one block, with paths relative to it. Raises as `find_sites`."""
+def _of_block(sites: list[Site], mlp: Site | Left | None, config: PreProjConfig) -> list[Site]:
+    """The sites of a block that `config.sites` asks for."""
+    if config.sites == "attention" or not sites:
+        return sites
+    if not isinstance(mlp, Site):
+        raise ValueError(
+            f"sites={config.sites!r}: {mlp.why} (block {mlp.attention!r}). Leave such blocks out "
+            "with layers=, or use sites='attention'"
+        )
+    return [*(sites if config.at(mlp=False).enabled else ()), mlp]
+
+
+def block_sites(block: nn.Module, config: PreProjConfig) -> list[Site]:
+    """The sites of one block, with paths relative to it. Raises as `find_sites`."""
     rules, left = _rules(block, [path for path in _mentioned(block) if path])
     if not rules:
         raise ValueError(_nothing(block, Found(left=left)))
-    return [dataclasses.replace(rule, rank=rank) for rank, rule in enumerate(rules)]
+    sites = [dataclasses.replace(rule, rank=rank) for rank, rule in enumerate(rules)]
+    plain = config.sites == "attention"
+    return _of_block(sites, None if plain else _mlp_of("", sites, {"": block}), config)
 
 
 def survey(model: nn.Module) -> Found:

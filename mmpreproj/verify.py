@@ -109,11 +109,18 @@ def _check(model: nn.Module, inputs: Any, site: Site) -> Checked:
         and _error(base[path][0], x_hat) == 0
         and not any(model.get_submodule(path).children())
     ]
+    whole = model.get_submodule(site.attention)
+    single = f"{site.attention} returns" in base  # an MLP's first layer alone: it reads x̃ unseen
     reading, skip_error = len(readers), None
     if new.up is not None:
         with _random(new.up, new.down):
             x_tilde, changed = new(x_hat), _recorded(model, inputs, site)
         reading = sum(_error(changed[path][0], x_tilde) <= limit for path in readers)
+        if single:
+            with torch.no_grad():
+                expected = whole.preproj_base_class.forward(whole, x_tilde)
+            readers = [site.attention]
+            reading = int(_error(changed[f"{site.attention} returns"][0], expected) <= limit)
     if new.skip is not None:
         with _random(new.skip):
             skip, changed = new.content_skip(x_hat), _recorded(model, inputs, site)
@@ -169,9 +176,10 @@ def _recorded(model: nn.Module, inputs: Any, site: Site) -> dict[str, list[Tenso
     for name, module in block.named_modules(prefix=site.block):
         hook = lambda m, a, k, name=name: note(name, (a, k))  # noqa: E731
         handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    if site.join is not None:
-        hook = lambda m, a, out: note(f"{site.join} returns", out)  # noqa: E731
-        handles.append(model.get_submodule(site.join).register_forward_hook(hook))
+    behind = site.attention if site.reader == site.attention else site.join
+    if behind is not None:
+        hook = lambda m, a, out: note(f"{behind} returns", out)  # noqa: E731
+        handles.append(model.get_submodule(behind).register_forward_hook(hook))
     handles.append(block.register_forward_hook(done))
     try:
         _called(model, inputs)

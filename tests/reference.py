@@ -2,7 +2,8 @@
 
 Nothing here comes from timm or mmpreproj: it reads a state dict and follows, for every block,
     x̃ = x̂ + W_down · SiLU(W_up · x̂),   out = x + γ₁ · attention(x̃) + W_skip · x̃,
-then the block's MLP. Expected values of the tests come from here.
+then the block's MLP, before which ỹ = ŷ + W_down · SiLU(W_up · ŷ) where it has weights of its own.
+Expected values of the tests come from here.
 """
 
 import numpy as np
@@ -58,6 +59,14 @@ def attention(x, w, name, heads, rope, prefix):
     return linear(mixed, w, f"{name}.proj")
 
 
+def pre_project(x_hat, w, name):
+    """x̃ before the attention or MLP at `name`; x̂ where it has no pre-projection."""
+    new = f"{name}.preproj"
+    if f"{new}.up.weight" not in w:
+        return x_hat
+    return x_hat + linear(silu(linear(x_hat, w, f"{new}.up")), w, f"{new}.down")
+
+
 def gamma(w, block, number):
     for name in (f"{block}.gamma_{number}", f"{block}.ls{number}.gamma"):
         if name in w:
@@ -68,14 +77,13 @@ def gamma(w, block, number):
 def block_output(x, w, block, heads, eps, rope=None, prefix=1):
     x_hat = layer_norm(x, w, f"{block}.norm1", eps)
     new = f"{block}.attn.preproj"
-    x_tilde = x_hat
-    if f"{new}.up.weight" in w:
-        x_tilde = x_hat + linear(silu(linear(x_hat, w, f"{new}.up")), w, f"{new}.down")
+    x_tilde = pre_project(x_hat, w, f"{block}.attn")
     branch = attention(x_tilde, w, f"{block}.attn", heads, rope, prefix)
     x = x + gamma(w, block, 1) * branch
     if f"{new}.skip.weight" in w:
         x = x + linear(x_tilde, w, f"{new}.skip")
-    hidden = gelu(linear(layer_norm(x, w, f"{block}.norm2", eps), w, f"{block}.mlp.fc1"))
+    y = pre_project(layer_norm(x, w, f"{block}.norm2", eps), w, f"{block}.mlp")
+    hidden = gelu(linear(y, w, f"{block}.mlp.fc1"))
     return x + gamma(w, block, 2) * linear(hidden, w, f"{block}.mlp.fc2")
 
 

@@ -6,7 +6,7 @@ Expected values of the tests come from here. Shapes: B batch, T tokens, D width,
 """
 
 import numpy as np
-from reference import gelu, layer_norm, linear, rotate, silu, softmax
+from reference import gelu, layer_norm, linear, pre_project, rotate, silu, softmax
 
 
 def gelu_tanh(x):
@@ -49,11 +49,6 @@ def attend(q, k, v, scale, cap=None, window=None):
     return mixed.transpose(0, 2, 1, 3).reshape(len(q), tokens, -1)
 
 
-def pre_project(x_hat, w, attention):
-    new = f"{attention}.preproj"
-    return x_hat + linear(silu(linear(x_hat, w, f"{new}.up")), w, f"{new}.down")
-
-
 def skip(x_tilde, w, attention):
     return linear(x_tilde, w, f"{attention}.preproj.skip")
 
@@ -76,7 +71,7 @@ def llama(ids, w, depth, heads, kv_heads, eps, rope):
         x_tilde = pre_project(rms_norm(x, w, f"{block}.input_layernorm", eps), w, attention)
         a = rotary_attention(x_tilde, w, attention, heads, rope, scale)
         x = x + a + skip(x_tilde, w, attention)
-        y = rms_norm(x, w, f"{block}.post_attention_layernorm", eps)
+        y = pre_project(rms_norm(x, w, f"{block}.post_attention_layernorm", eps), w, mlp)
         gated = silu(linear(y, w, f"{mlp}.gate_proj")) * linear(y, w, f"{mlp}.up_proj")
         x = x + linear(gated, w, f"{mlp}.down_proj")
     return linear(rms_norm(x, w, "model.norm", eps), w, "lm_head")
@@ -98,7 +93,7 @@ def gemma2(ids, w, depth, heads, kv_heads, eps, rope, query_scalar, cap, final_c
         seen = {"cap": cap, "window": window if index % 2 == 0 else None}
         a = rotary_attention(x_tilde, w, attention, heads, rope, query_scalar**-0.5, **seen)
         x = x + norm(a, "post_attention") + skip(x_tilde, w, attention)
-        y = norm(x, "pre_feedforward")
+        y = pre_project(norm(x, "pre_feedforward"), w, mlp)
         gated = gelu_tanh(linear(y, w, f"{mlp}.gate_proj")) * linear(y, w, f"{mlp}.up_proj")
         x = x + norm(linear(gated, w, f"{mlp}.down_proj"), "post_feedforward")
     logits = rms_norm(x, w, "model.norm", eps, offset=1.0) @ embedding.T
@@ -119,6 +114,7 @@ def gpt_neox(ids, w, depth, heads, eps, rope, parallel):
         behind = x + linear(mixed, w, f"{attention}.dense") + skip(x_tilde, w, attention)
         read = x if parallel else behind
         y = layer_norm(read, w, f"{block}.post_attention_layernorm", eps)
+        y = pre_project(y, w, f"{block}.mlp")
         y = gelu(linear(y, w, f"{block}.mlp.dense_h_to_4h"))
         x = behind + linear(y, w, f"{block}.mlp.dense_4h_to_h")
     return linear(layer_norm(x, w, "gpt_neox.final_layer_norm", eps), w, "lm_head")
@@ -140,6 +136,7 @@ def gpt2(ids, w, depth, heads, eps):
         fused = np.split(conv1d(x_tilde, w, f"{attention}.c_attn"), 3, axis=-1)
         mixed = attend(*(split_heads(part, heads) for part in fused), scale)
         x = x + conv1d(mixed, w, f"{attention}.c_proj") + skip(x_tilde, w, attention)
-        y = gelu_tanh(conv1d(layer_norm(x, w, f"{block}.ln_2", eps), w, f"{block}.mlp.c_fc"))
+        y = pre_project(layer_norm(x, w, f"{block}.ln_2", eps), w, f"{block}.mlp")
+        y = gelu_tanh(conv1d(y, w, f"{block}.mlp.c_fc"))
         x = x + conv1d(y, w, f"{block}.mlp.c_proj")
     return layer_norm(x, w, "transformer.ln_f", eps) @ w["transformer.wte.weight"].T

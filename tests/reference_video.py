@@ -5,7 +5,7 @@ formulas alone. Tokens and pairs are visited one at a time: slow, and hard to ge
 """
 
 import numpy as np
-from reference import attention, block_output, gelu, layer_norm, linear, silu
+from reference import attention, block_output, gelu, layer_norm, linear, pre_project
 
 
 def angles(grid, head_dim, temperature=100.0, time=True):
@@ -56,9 +56,7 @@ def tubelets(clips, w, size, patch):
 def with_method(x_hat, w, name, heads, rope, prefix):
     """attention(x̃) + W_skip · x̃ of one self-attention."""
     new = f"{name}.preproj"
-    x_tilde = x_hat
-    if f"{new}.up.weight" in w:
-        x_tilde = x_hat + linear(silu(linear(x_hat, w, f"{new}.up")), w, f"{new}.down")
+    x_tilde = pre_project(x_hat, w, name)
     out = attention(x_tilde, w, name, heads, rope, prefix)
     if f"{new}.skip.weight" in w:
         out = out + linear(x_tilde, w, f"{new}.skip")
@@ -82,7 +80,8 @@ def divided_output(x, w, block, heads, eps, grid, prefix, space_rope, time_rope)
         branch = with_method(normed[:, chosen], w, f"{block}.attn", heads, space_rope, prefix)
         x[:, chosen[prefix:]] += branch[:, prefix:]
         x[:, :prefix] += branch[:, :prefix] / frames
-    hidden = gelu(linear(layer_norm(x, w, f"{block}.norm2", eps), w, f"{block}.mlp.fc1"))
+    y = pre_project(layer_norm(x, w, f"{block}.norm2", eps), w, f"{block}.mlp")
+    hidden = gelu(linear(y, w, f"{block}.mlp.fc1"))
     return x + linear(hidden, w, f"{block}.mlp.fc2")
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from reference import silu
+from scipy.special import erf
 
 from mmpreproj import PreProj, PreProjConfig
 
@@ -146,3 +147,19 @@ def test_config_survives_json_and_names_a_mistyped_field():
     assert PreProjConfig.from_dict(config.to_dict()) == config
     with pytest.raises(ValueError, match="did you mean 'expansion'"):
         PreProjConfig.from_dict({"expantion": 2.0})
+
+
+@pytest.mark.parametrize(
+    "activation, sigma",
+    [
+        ("silu", silu),
+        ("gelu", lambda z: z * (1 + erf(z / np.sqrt(2))) / 2),
+        ("identity", lambda z: z),
+    ],
+)
+def test_activation_is_what_stands_between_up_and_down(activation, sigma):
+    module = random_preproj(activation=activation)
+    x = torch.randn(5, 8, dtype=torch.float64)
+    up, down = (m.weight.detach().numpy() for m in (module.up, module.down))
+    expected = x.numpy() + sigma(x.numpy() @ up.T) @ down.T
+    assert np.abs(module(x).detach().numpy() - expected).max() < 1e-14

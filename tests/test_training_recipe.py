@@ -158,3 +158,40 @@ def test_layer_decay_scales_by_block_and_frozen_blocks_do_not_shift_it():
     model.blocks[0].requires_grad_(False)
     model.patch_embed.requires_grad_(False)
     assert [scale_of(name) for name in names] == before
+
+
+def test_parts_of_the_method_have_rates_and_decay_of_their_own():
+    model = timm.create_model("vit_preproj_tiny", depth=1, img_size=32, skip_rank=2)
+    parts = {"skip": {"lr": 0.1, "weight_decay": 0.3}, "down": {"lr": 4}}
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.05, parts=parts)
+    optimizer = make_optimizer(model, config)
+    names = {id(p): name.removeprefix("blocks.0.attn.") for name, p in model.named_parameters()}
+    of = {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
+    assert of.keys() == set(names.values())  # each once, none lost
+    found = {n: (of[f"preproj.{n}.weight"]["lr"], of[f"preproj.{n}.weight"]["weight_decay"])
+             for n in ("skip", "reduce", "down", "up")}  # fmt: skip
+    small = (pytest.approx(1e-3), 0.3)
+    assert found == {"skip": small, "reduce": small, "down": (0.04, 0.05), "up": (0.01, 0.05)}
+    schedule = make_schedule(optimizer, ScheduleConfig(), 10, 10)
+    schedule.step_update(5)  # the middle of a cosine: half of each rate
+    assert of["preproj.down.weight"]["lr"] == pytest.approx(0.02)
+    assert of["preproj.skip.weight"]["lr"] == pytest.approx(5e-4)
+
+
+@pytest.mark.parametrize(
+    "parts, told",
+    [
+        ({"skipp": {"lr": 1}}, "up, down, skip"),
+        ({"skip": {"rate": 1}}, "an lr"),
+        ({"up": {"lr": -1}}, "up.lr must be 0 or above"),
+    ],
+)
+def test_parts_that_do_not_exist_are_refused(parts, told):
+    with pytest.raises(ValueError, match=told):
+        OptimizerConfig(parts=parts)
+
+
+def test_parts_that_the_model_lacks_are_refused():
+    model = timm.create_model("vit_preproj_tiny", depth=1, img_size=32, content_skip=False)
+    with pytest.raises(ValueError, match="names skip"):
+        make_optimizer(model, OptimizerConfig(parts={"skip": {"lr": 0.1}}))

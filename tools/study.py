@@ -38,15 +38,20 @@ def main() -> int:
     # The runs are processes of their own: end as Ctrl-C does, and take them along.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        study = Study.read(options.study)
-        failed = []
-        if not options.summary:
-            train = [sys.executable, str(Path(__file__).with_name("train.py"))]
-            tell = functools.partial(print, flush=True)
-            failed = run_study(study, train, options.root, arguments, options.jobs, tell)
-        rows = summarise(study, options.root, arguments)
+        codes = [run(study, options, arguments) for study in Study.read_all(options.study)]
     except ValueError as error:
         parser.error(str(error))
+    return max(codes)
+
+
+def run(study: Study, options: argparse.Namespace, arguments: list[str]) -> int:
+    """Train what is missing of a study and sum it up; the exit code."""
+    failed = []
+    if not options.summary:
+        train = [sys.executable, str(Path(__file__).with_name("train.py"))]
+        tell = functools.partial(print, flush=True)
+        failed = run_study(study, train, options.root, arguments, options.jobs, tell)
+    rows = summarise(study, options.root, arguments)
     folder = options.root / study.name
     tried = [found["seconds"] for row in rows for found in row["candidates"]]
     if not any(row["seeds"] for row in rows) and not any(s is not None for s in tried):

@@ -51,9 +51,13 @@ ROPE_VIT = {
     "rope_temperature": 100.0,
     "use_fc_norm": False,  # the weights have their norm before pooling, whatever the pooling
 }
-# Options of PreProjConfig that are not keywords of a model: it knows its attentions, and `dtype`
-# and `attention` say something else there.
-_NOT_KEYWORDS = ("dtype", "attention", "join")
+# Options of PreProjConfig that are keywords of a model: it knows its attentions, and `dtype` and
+# `attention` say something else there.
+METHOD_KEYWORDS = [
+    field.name
+    for field in dataclasses.fields(PreProjConfig)
+    if field.name not in ("dtype", "attention", "join")
+]
 # Keywords of timm's VisionTransformer that Eva calls otherwise.
 _OF_VIT = {
     "reg_tokens": "num_reg_tokens",
@@ -72,11 +76,11 @@ def method_of(keywords: dict[str, Any]) -> PreProjConfig:
     Raises:
         TypeError: if one of the others is not a keyword of `Eva`, naming the one to use.
     """
-    names = {field.name for field in dataclasses.fields(PreProjConfig)} - set(_NOT_KEYWORDS)
-    config = PreProjConfig(**{name: keywords.pop(name) for name in names & keywords.keys()})
+    given = [name for name in METHOD_KEYWORDS if name in keywords]
+    config = PreProjConfig(**{name: keywords.pop(name) for name in given})
     for name in keywords.keys() - EVA.keys():
         use = _OF_VIT.get(name)
-        hint = f"; use {use!r}" if use else did_you_mean(name, [*EVA, *names])
+        hint = f"; use {use!r}" if use else did_you_mean(name, [*EVA, *METHOD_KEYWORDS])
         raise TypeError(f"{name!r} is not a keyword of timm's Eva, which this model is{hint}")
     return config
 
@@ -85,8 +89,8 @@ class PreProjVisionTransformer(Eva):
     """timm's `Eva` with the method in its blocks.
 
     Takes every argument of `Eva`, and the options of `PreProjConfig` by name: `expansion`,
-    `pre_projection`, `content_skip`, `layers`, `init_std`, `skip_rank`. With both parts off it is
-    the base itself.
+    `pre_projection`, `content_skip`, `layers`, `init_std`, `skip_rank`, `sites`, `activation`. With
+    both parts off it is the base itself.
 
     Shape: images [B, C, H, W] -> logits [B, num_classes].
     """

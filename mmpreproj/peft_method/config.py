@@ -24,8 +24,8 @@ class PreProjPeftConfig(PeftConfig):
     """`mmpreproj.PreProjConfig` as a PEFT config: the same fields, and PEFT's own.
 
     Args:
-        expansion, pre_projection, content_skip, layers, init_std, skip_rank, attention, join,
-            within: as in `PreProjConfig`.
+        expansion, pre_projection, content_skip, layers, init_std, skip_rank, sites, activation,
+            attention, join, within: as in `PreProjConfig`.
         dtype: as in `PreProjConfig`; PEFT raises float16 and bfloat16 to float32 afterwards unless
             told `autocast_adapter_dtype=False`.
         modules_to_save: modules, such as ["head"], of which each adapter trains a copy that is
@@ -42,6 +42,8 @@ class PreProjPeftConfig(PeftConfig):
     layers: Sequence[int] | Mapping[str, Sequence[int]] | None = None
     init_std: float = 0.0
     skip_rank: int | None = None
+    sites: str = "attention"
+    activation: str = "silu"
     dtype: str | None = None
     attention: str | Sequence[str] | None = None
     join: str | Sequence[str | None] | None = None

@@ -18,6 +18,9 @@ A study is a YAML file. An arm is a set of settings that differ from the config 
     against: [base]                   # what others are compared with; default: the first
     frontier: {learned: held-out ppl, kept: [LAMBADA accuracy]}    # a picture of what was tried
 
+A file that has `studies: [text.yaml, images.yaml]` and nothing else stands for these, one after the
+other.
+
 Where an arm has `choose`, every combination of its candidates is run once, and what was best on
 validation is trained with the seeds. Every run writes its own record as it ends. Runs that have one
 are skipped and broken ones are resumed, so a study can be stopped and started at will. An arm whose
@@ -173,6 +176,16 @@ class Study:
         content = read_yaml(path)
         with about(path, "is no study"):
             return cls._of(path, content)
+
+    @classmethod
+    def read_all(cls, path: str | os.PathLike[str]) -> list[Study]:
+        """The studies that a file names (`studies: [text.yaml, images.yaml]`), or the one it is."""
+        path = Path(path)
+        content = read_yaml(path) if path.is_file() else None
+        if not isinstance(content, Mapping) or set(content) != {"studies"}:
+            return [cls.read(path)]
+        with about(path, "is no list of studies"):
+            return [cls.read(path.parent / str(name)) for name in content["studies"]]
 
     @classmethod
     def _of(cls, path: Path, content: Any) -> Study:

@@ -25,6 +25,8 @@ __all__ += ["make_optimizer", "make_schedule"]
 
 Config = TypeVar("Config")
 
+# Of the method, by the names of its layers
+PARTS = {"up": ("up",), "down": ("down",), "skip": ("skip", "reduce")}
 SCHEDULES = ("cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt", "constant", "none")
 
 
@@ -67,6 +69,9 @@ class OptimizerConfig:
         layer_decay: factor on the learning rate from each layer to the one below; None is off.
         layer_decay_min_scale: floor of that factor.
         opt_args: any further keywords of the optimiser.
+        parts: of the method's "up", "down" and "skip": "lr" as a ratio to `lr`, and "weight_decay"
+            in its own right, such as {"skip": {"lr": 0.1}}. W_down at 4 lr is LoRA+'s rule for B
+            (Hayou et al. 2024, arXiv 2402.12354).
     """
 
     opt: str = "adamw"
@@ -78,9 +83,19 @@ class OptimizerConfig:
     layer_decay: float | None = None
     layer_decay_min_scale: float = 0.0
     opt_args: dict[str, Any] | None = None
+    parts: dict[str, dict[str, float]] | None = None
 
     def __post_init__(self) -> None:
         _check(self, "optimizer", ("weight_decay",))
+        for part, given in (self.parts or {}).items():
+            if part not in PARTS or not given or set(given) - {"lr", "weight_decay"}:
+                raise ValueError(
+                    f"optimizer.parts gives {', '.join(PARTS)} an lr (a ratio), a weight_decay or "
+                    f"both, found {part}: {given}"
+                )
+            for name, value in given.items():
+                if not 0 <= value < math.inf:
+                    raise ValueError(f"optimizer.parts.{part}.{name} must be 0 or above: {value}")
         if not self.lr > 0 or not math.isfinite(self.lr):
             raise ValueError(f"optimizer.lr must be above 0, found {self.lr}")
         if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
@@ -221,15 +236,38 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
         ValueError: if timm does not know the optimiser or it does not take a keyword.
     """
     given = {**vars(config), **(config.opt_args or {})}
-    given = {k: v for k, v in given.items() if v is not None and k != "opt_args"}
+    given = {k: v for k, v in given.items() if v is not None and k not in ("opt_args", "parts")}
     if "betas" in given:
         given["betas"] = tuple(given["betas"])
     try:
-        return create_optimizer_v2(model, **given)
+        optimizer = create_optimizer_v2(model, **given)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         known = config.opt.lower() in list_optimizers()
         hint = "" if known else f"; timm knows {', '.join(list_optimizers())}"
         raise ValueError(f"optimizer.opt={config.opt!r}: {error}{hint}") from error
+    for part, own in (config.parts or {}).items():
+        _split(optimizer, model, part, own)
+    return optimizer
+
+
+def _split(
+    optimizer: torch.optim.Optimizer, model: nn.Module, part: str, own: Mapping[str, float]
+) -> None:
+    """Give a part of the method, in whatever groups it is, groups of its own."""
+    ends = tuple(f".preproj.{name}.weight" for name in PARTS[part])
+    ids = {id(p) for name, p in model.named_parameters() if name.endswith(ends)}
+    groups = []
+    for group in optimizer.param_groups:
+        inside = [p for p in group["params"] if id(p) in ids]
+        group["params"] = [p for p in group["params"] if id(p) not in ids]
+        groups += [group] if group["params"] else []
+        if inside:
+            decay = own.get("weight_decay", group["weight_decay"])
+            rate = group["lr"] * own.get("lr", 1.0)
+            groups.append({**group, "params": inside, "lr": rate, "weight_decay": decay})
+    if not any(id(p) in ids for group in groups for p in group["params"]):
+        raise ValueError(f"optimizer.parts names {part}, of which the model trains nothing")
+    optimizer.param_groups[:] = groups
 
 
 def make_schedule(

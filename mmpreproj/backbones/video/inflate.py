@@ -27,16 +27,19 @@ import torch
 from timm.models import adapt_input_conv, load_state_dict
 from torch import Tensor, nn
 
+from mmpreproj.attach import attachment_of
 from mmpreproj.backbones.modes import evaluating
 from mmpreproj.backbones.vit import (
+    METHOD_KEYWORDS,
     PreProjVisionTransformer,
     checkpoint_filter_fn,
     with_own_method,
 )
-from mmpreproj.preproj import PreProj
+from mmpreproj.preproj import PreProjConfig
 
 __all__ = ["StaticClipReport", "from_image_model", "image_twin", "static_clip_report"]
 
+WITHOUT = PreProjConfig(pre_projection=False, content_skip=False)
 _logger = logging.getLogger(__name__)
 
 
@@ -46,10 +49,9 @@ def image_twin(model: nn.Module, **kwargs: Any) -> nn.Module:
     Args:
         kwargs: other keywords of `vit_preproj_*`, such as `img_size` or `pre_projection=False`.
     """
-    method = next((m for m in model.modules() if isinstance(m, PreProj)), None)
+    method = attachment_of(model).config or WITHOUT
     current = {
-        "pre_projection": method is not None and method.up is not None,
-        "content_skip": method is not None and method.skip is not None,
+        **{name: getattr(method, name) for name in METHOD_KEYWORDS},
         "img_size": model.img_size,
         "num_classes": model.num_classes,
         "depth": len(model.blocks),
@@ -104,7 +106,7 @@ def _inflate(weights: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Te
     """The video model's whole state dict, and the names in it that are the model's own."""
     own = model.state_dict()
     # A plain twin gives every checkpoint timm knows the image model's names, gammas folded.
-    plain = {"pre_projection": False, "content_skip": False}
+    plain = {name: getattr(WITHOUT, name) for name in METHOD_KEYWORDS}
     image = checkpoint_filter_fn(weights, image_twin(model, device="meta", **plain))
     if "patch_embed.proj.weight" not in image or image["patch_embed.proj.weight"].ndim != 4:
         raise ValueError(
