@@ -29,6 +29,7 @@ from mmpreproj.files import parse_json, write_whole
 from mmpreproj.messages import about, listed, short
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.sites import chosen, find, find_sites
+from mmpreproj.values import class_of
 
 __all__ = ["fingerprint", "load", "save"]
 
@@ -282,7 +283,7 @@ def _base_shape(model: nn.Module, config: PreProjConfig) -> dict[str, Any]:
     stacks = config.layers if isinstance(config.layers, dict) else found.stacks
     depth = sum(len(sites) for stack in stacks for sites in found.stacks[stack].values())
     return {
-        "architecture": type(model).__name__,
+        "architecture": class_of(model).__name__,
         "width": widths[0] if len(widths) == 1 else widths,
         "depth": depth,
     }

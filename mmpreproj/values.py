@@ -64,8 +64,9 @@ class Entry:
 
 
 def class_of(module: nn.Module) -> type:
-    """The class that a module was built as, whether the method is attached to it or not."""
-    return getattr(type(module), "preproj_base_class", type(module))
+    """The class that a module was built as, whatever attach and FSDP2's fully_shard made of it."""
+    cls = next(c for c in type(module).__mro__ if not c.__name__.startswith("FSDP"))
+    return getattr(cls, "preproj_base_class", cls)
 
 
 def forward_of(module: nn.Module) -> Any:

@@ -4,6 +4,7 @@ from mmpreproj.training.image_classifier import ImageClassifier
 from mmpreproj.training.language_model import LanguageModel
 from mmpreproj.training.recipe import MixConfig, OptimizerConfig, ScheduleConfig
 from mmpreproj.training.runs import load_run
+from mmpreproj.training.sharding import ShardedStrategy
 from mmpreproj.training.video_classifier import VideoClassifier
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "MixConfig",
     "OptimizerConfig",
     "ScheduleConfig",
+    "ShardedStrategy",
     "VideoClassifier",
     "load_run",
 ]

@@ -216,7 +216,7 @@ class TrainCLI(LightningCLI):
             finish_run(self.trainer, self.model, self.datamodule, *watched, self.seed, test)
         except (KeyboardInterrupt, SystemExit) as stop:
             folder = self.folder.folder
-            if folder is not None and checkpoint_path(folder, "last").is_file():
+            if folder is not None and checkpoint_path(folder, "last").exists():
                 print(f"\ninterrupted; to go on: {sys.argv[0]} --resume {folder}", flush=True)
             if isinstance(stop, SystemExit) and not stop.code:  # Lightning's, after SIGTERM
                 raise SystemExit(128 + signal.SIGTERM) from stop
@@ -294,7 +294,7 @@ def find_resumed(args: Sequence[str], config: str | None, run: str | None) -> Pa
         folder = Path(run)
         folder = folder.parent.parent if folder.suffix == ".ckpt" else folder
     for path in (folder / "config.yaml", checkpoint_path(folder, "last")):
-        if not path.is_file():
+        if not path.exists():
             raise FileNotFoundError(f"{folder} cannot be resumed: there is no {path}")
     return folder
 
@@ -327,8 +327,8 @@ def newest_run(root: str | os.PathLike[str], name: str) -> Path:
     if not runs:
         raise FileNotFoundError(f"no run to resume in {parent}")
     newest = max(runs, key=lambda folder: (folder / "config.yaml").stat().st_mtime_ns)
-    if not checkpoint_path(newest, "last").is_file():
-        older = sorted(f.name for f in runs if checkpoint_path(f, "last").is_file())
+    if not checkpoint_path(newest, "last").exists():
+        older = sorted(f.name for f in runs if checkpoint_path(f, "last").exists())
         told = f"; to go on with an older one: --resume {parent / older[-1]}" if older else ""
         raise FileNotFoundError(
             f"the newest run, {newest}, ended before its first checkpoint: start it again{told}"

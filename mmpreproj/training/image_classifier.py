@@ -156,6 +156,7 @@ class ImageClassifier(TrainedModule):
             model.set_grad_checkpointing(True)
         self.model = model
         self.start_average()
+        self.shard_model()
         if h.compile:
             model.compile()
         h.num_classes = num_classes

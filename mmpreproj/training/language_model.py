@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 
 import mmpreproj
 from mmpreproj.backbones.lm import load_language_model, new_language_model
-from mmpreproj.backbones.lm.lm_head import lm_head_of
+from mmpreproj.backbones.lm.lm_head import LMHead, lm_head_of
 from mmpreproj.backbones.lm.lm_tokenizer import (
     check_hash,
     check_tokenizer,
@@ -33,6 +33,7 @@ from mmpreproj.training.lm_loss import lm_loss
 from mmpreproj.training.lora import LoraConfig, attach_lora
 from mmpreproj.training.metrics import Sums, finite
 from mmpreproj.training.recipe import OptimizerConfig, ScheduleConfig, as_config
+from mmpreproj.training.sharding import through_forward
 from mmpreproj.training.trained_module import TrainedModule
 
 __all__ = ["LanguageModel"]
@@ -176,6 +177,7 @@ class LanguageModel(TrainedModule):
         self.head = lm_head_of(model)
         self.model = model
         self.start_average()
+        self.shard_model()
         if h.compile:
             inner = model.get_base_model() if self.lora_config is not None else model
             inner.base_model.compile()
@@ -241,10 +243,14 @@ class LanguageModel(TrainedModule):
         return batch["targets"].numel()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        nll, n = lm_loss(self.model, batch["input_ids"], batch["targets"], head=self.head)
+        nll, n = self._nll(self.model, batch, self.head)
         loss = nll / n
         self.count_loss(loss, n, batch_idx)
         return loss
+
+    def _nll(self, model: nn.Module, batch: dict[str, Tensor], head: LMHead) -> tuple[Tensor, int]:
+        ids, targets = batch["input_ids"], batch["targets"]
+        return through_forward(model, lambda: lm_loss(model, ids, targets, head=head))
 
     def new_metrics(self, split: str) -> Sums:
         return Sums(nll=0, n=0)
@@ -254,7 +260,7 @@ class LanguageModel(TrainedModule):
         if self.examples is None:
             self.examples = ids[: EXAMPLES[0], : EXAMPLES[1]].detach().cpu()
         head = self.head if self.ema is None else lm_head_of(self.evaluated)
-        nll, n = lm_loss(self.evaluated, ids, batch["targets"], head=head)
+        nll, n = self._nll(self.evaluated, batch, head)
         self.counted.update(nll=nll.double(), n=n)
 
     def figures(self, split: str) -> dict[str, Any]:
@@ -273,7 +279,9 @@ class LanguageModel(TrainedModule):
         if self.evaluations:
             rank_zero_info(f"evaluating {', '.join(self.evaluations)}")
             with self.trainer.precision_plugin.forward_context():
-                self.test_result["tasks"] = run_suite(
+                self.test_result["tasks"] = through_forward(
+                    self.evaluated,
+                    run_suite,
                     self.evaluated,
                     self.tokenizer,
                     self.evaluations,
@@ -283,11 +291,10 @@ class LanguageModel(TrainedModule):
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        if self.hparams.freeze_base:
-            state, trained = checkpoint["state_dict"], self._trained()
-            checkpoint["state_dict"] = {name: state[name] for name in trained}
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """A probe's holds what is trained, without the base."""
+        state = super().state_dict(*args, **kwargs)
+        return {n: state[n] for n in self._trained()} if self.hparams.freeze_base else state
 
     def _trained(self) -> list[str]:
         return [name for name, p in self.named_parameters() if p.requires_grad]
@@ -366,6 +373,10 @@ class LanguageModel(TrainedModule):
         ]
         tasks = metrics.get("tasks") or {}
         return rows + [[name, task_line(result)] for name, result in tasks.items()]
+
+    def gather(self, folder: Path) -> None:
+        if self.hparams.preproj is not None and self.hparams.freeze_base:
+            mmpreproj.save(self.model, folder / "adapter")
 
     def finish(self, folder: Path | None, reported: TrainedModule | None, data: Any) -> None:
         """Write the trained parameters as a small folder, and continue the prompts."""

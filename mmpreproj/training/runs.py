@@ -24,6 +24,7 @@ from mmpreproj.data.loaders import Answers
 from mmpreproj.messages import about, explain, listed
 from mmpreproj.training.callbacks import BestCheckpoint, Clock
 from mmpreproj.training.run_folder import CHECKPOINTS, checkpoint_path
+from mmpreproj.training.sharding import is_sharded, read_checkpoint
 from mmpreproj.training.trained_module import TrainedModule, parameter_counts
 
 __all__ = ["evaluate", "finish_run", "load_run", "print_table"]
@@ -43,15 +44,15 @@ def find_checkpoint(path: str | os.PathLike[str], which: Which = "best") -> tupl
     path = Path(path)
     if which not in ("best", "last"):
         raise ValueError(f"which must be best or last, found {which!r}")
-    if path.is_dir():
+    if path.is_dir() and path.suffix != ".ckpt":  # a sharded checkpoint is a folder, too
         for file in (checkpoint_path(path, which), checkpoint_path(path, "last")):
-            if file.is_file():
+            if file.exists():
                 return file, path
         raise FileNotFoundError(
             f"{path} is no run folder, or has not finished an epoch: there is no "
             f"{checkpoint_path(path, which)}"
         )
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"{path}: there is no such run folder or checkpoint")
     return path, path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
 
@@ -80,7 +81,7 @@ def load_run(
     """
     file, _ = find_checkpoint(path, which)
     with about(file, "is not a checkpoint of mmpreproj.training"):
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        checkpoint = read_checkpoint(file)
         own, hyper = checkpoint["mmpreproj"], checkpoint["hyper_parameters"]
         class_path, spec = own["model"]["class_path"], own.get("data")
     with about(file, "cannot be loaded"):
@@ -91,7 +92,7 @@ def load_run(
         module.eval()
         module.loaded = {
             "file": str(file),
-            "which": which if Path(path).is_dir() else None,
+            "which": which if Path(path) != file else None,
             "weights": module.evaluated_weights,
             # The last epoch that was finished; a checkpoint's own number counts a begun one too.
             "epoch": module.history[-1]["epoch"] if module.history else None,
@@ -259,6 +260,8 @@ def finish_run(
         trainer.test(module, data, ckpt_path=chosen["file"], weights_only=True, verbose=False)
         module.history = history
     Answers(data).gather_bad_files()
+    if is_sharded(module):
+        module.gather(folder)
     if not trainer.is_global_zero:
         return
     reported = _reported(chosen["file"], module, test)
@@ -309,12 +312,11 @@ def _reported(file: str | None, module: TrainedModule, tested: bool) -> TrainedM
         file: the checkpoint that was chosen; None: there is none, the weights are as they are.
         tested: the test has loaded that checkpoint into the module.
     """
+    if is_sharded(module):  # a checkpoint that is a folder may be more than one process can hold
+        return load_run(file)[0] if file and Path(file).is_file() else None
     if file is None or (tested and module.large):
         return module.cpu()
-    try:
-        return load_run(file)[0]
-    except (FileNotFoundError, ValueError):  # a sharded checkpoint, which is a folder
-        return None
+    return load_run(file)[0]
 
 
 def _choose(trainer: Trainer, module: TrainedModule, best: BestCheckpoint) -> dict[str, Any]:

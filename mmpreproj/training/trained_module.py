@@ -24,10 +24,11 @@ from mmpreproj.backbones.modes import exact_frequencies
 from mmpreproj.data.loaders import Answers
 from mmpreproj.training.metrics import EXACT
 from mmpreproj.training.recipe import make_optimizer, make_schedule
+from mmpreproj.training.sharding import shard
 
 __all__ = ["TrainedModule", "as_plain"]
 
-SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+SHARDED = {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 GOES_WITH = {"images": "ImageClassifier", "clips": "VideoClassifier", "text": "LanguageModel"}
 LOGGED = ("n", "top1", "top5", "loss")
 
@@ -100,6 +101,9 @@ class TrainedModule(LightningModule):
         """The rows of [label, figure] that sum up `metrics` of the test on the screen."""
         raise NotImplementedError
 
+    def gather(self, folder: Path) -> None:
+        """What a task writes of a model that is split over processes: called on each of them."""
+
     def finish(self, folder: Path | None, reported: TrainedModule | None, data: Any) -> None:
         """What a task shows or writes at the end of a run, beyond record and plots."""
 
@@ -127,11 +131,11 @@ class TrainedModule(LightningModule):
         decay = self.hparams.ema_decay
         if decay is None:
             return
-        strategy = type(self._trainer.strategy).__name__ if self._trainer is not None else ""
-        if strategy in SHARDED:
+        strategy = type(self._trainer and self._trainer.strategy)
+        if SHARDED & {base.__name__ for base in strategy.__mro__}:
             raise ValueError(
-                f"ema_decay={decay} does not work with {strategy}, which splits the weights "
-                "over processes; set ema_decay: null, or trainer.strategy: ddp"
+                f"ema_decay={decay} does not work with {strategy.__name__}, which splits the "
+                "weights over processes; set ema_decay: null, or trainer.strategy: ddp"
             )
         half = torch.float16 in {p.dtype for p in self.model.parameters()}
         if half or (self._trainer is not None and self._trainer.precision == "16-true"):
@@ -141,6 +145,11 @@ class TrainedModule(LightningModule):
             )
         self.ema = ModelEmaV3(self.model, decay=decay, use_warmup=self.hparams.ema_warmup)
         self.ema.requires_grad_(False)
+
+    def shard_model(self) -> None:
+        """Split the weights of `model` over the processes, where the trainer's strategy does."""
+        if self._device_mesh is not None:
+            shard(self.model, self._device_mesh, str(self._trainer.precision))
 
     @property
     def evaluated(self) -> nn.Module:
