@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from mmpreproj.messages import need
-from mmpreproj.training.cli import run_tool
 
 # Of the layers of a block: the name in the file, and timm's
 LAYERS = {
@@ -97,4 +96,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool(main))
+    sys.exit(main())
