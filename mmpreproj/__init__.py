@@ -13,6 +13,7 @@ from mmpreproj.attach import (
 from mmpreproj.backbones import video as _video  # noqa: F401  registers the timm models
 from mmpreproj.backbones import vit as _vit  # noqa: F401
 from mmpreproj.describe import Description, describe
+from mmpreproj.hf import from_pretrained
 from mmpreproj.preproj import PreProj, PreProjConfig
 from mmpreproj.saving import load, save
 from mmpreproj.verify import Verification, verify
@@ -29,6 +30,7 @@ __all__ = [
     "describe",
     "detach",
     "freeze_base",
+    "from_pretrained",
     "load",
     "preproj_modules",
     "save",

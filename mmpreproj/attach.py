@@ -30,13 +30,16 @@ from mmpreproj.swap import (
     Handoff,
     JoinOutputSwap,
     JoinSwap,
+    ModelSwap,
     NormSwap,
+    PretrainedSwap,
     ReaderSwap,
     Swapped,
     swap,
     swap_back,
 )
 from mmpreproj.values import width_of
+from mmpreproj.wrapped import adapters_beside, unwrapped
 
 __all__ = ["attach", "attach_block", "attachment_of", "detach", "freeze_base", "is_within"]
 __all__ += ["make_preproj", "new_parameters", "plan_swaps", "preproj_modules", "refuse_compiled"]
@@ -82,10 +85,13 @@ def attach(model: nn.Module, config: PreProjConfig | None = None) -> nn.Module:
             matches nothing, the model carries the method already, or a module cannot take it.
         TypeError: if `config` is no PreProjConfig.
     """
-    config = _checked(config)
+    config, given = _checked(config), model
+    model = unwrapped(model)
     found = find(_attachable(model, config), config)
     _attach(model, config, chosen(found, config), found)
-    return model
+    if not isinstance(model, Swapped):  # a model may be its own only block
+        swap(model, PretrainedSwap if hasattr(model, "save_pretrained") else ModelSwap, {})
+    return given
 
 
 def attach_block(block: nn.Module, config: PreProjConfig | None = None) -> nn.Module:
@@ -111,9 +117,11 @@ def _attachable(model: nn.Module, config: PreProjConfig) -> nn.Module:
     if not config.enabled:
         raise ValueError("nothing to attach: pre_projection and content_skip are both False")
     refuse_compiled(model)
-    taken = [name for name, module in model.named_modules() if isinstance(module, Swapped)]
-    if taken:
-        raise ValueError(f"the method is attached already, at {taken[0]!r}; call detach first")
+    for name, taken in model.named_modules():
+        if not isinstance(taken, AttentionSwap):
+            continue
+        way = "detach" if isinstance(taken.preproj, PreProj) else "the PeftModel's unload()"
+        raise ValueError(f"the method is attached already, at {name!r}; call {way} first")
     return model
 
 
@@ -275,6 +283,7 @@ def detach(model: nn.Module) -> nn.Module:
         ValueError: if the model does not carry the method.
     """
     refuse_compiled(model)
+    given, model = model, unwrapped(model)
     swapped = [module for module in model.modules() if isinstance(module, Swapped)]
     if not swapped:
         raise ValueError(f"nothing to detach: {type(model).__name__} does not carry the method")
@@ -285,7 +294,7 @@ def detach(model: nn.Module) -> nn.Module:
         parameter.requires_grad_(frozen.get(name, parameter.requires_grad))
     for module in model.modules():  # those of single blocks, too
         vars(module).pop("preproj_attachment", None)
-    return model
+    return given
 
 
 def preproj_modules(model: nn.Module) -> dict[str, PreProj]:
@@ -310,7 +319,8 @@ def preproj_modules(model: nn.Module) -> dict[str, PreProj]:
 
 
 def freeze_base(model: nn.Module, also: Iterable[str] = ()) -> nn.Module:
-    """Leave only the new parameters trainable, and those that `also` names.
+    """Leave only the new parameters trainable, and those that `also` names. LoRA that the model
+    carries as well is no part of the base: it stays as it is.
 
     Args:
         also: paths of modules or parameters that train too, such as `["head"]`; `save` then stores
@@ -323,9 +333,14 @@ def freeze_base(model: nn.Module, also: Iterable[str] = ()) -> nn.Module:
         ValueError: before anything is changed, if a path matches nothing, or nothing would train.
     """
     refuse_compiled(model)
+    given, model = model, unwrapped(model)
     also = (also,) if isinstance(also, str) else tuple(also)
-    parameters = dict(model.named_parameters())
-    new = new_parameters(model)
+    new, adapters = new_parameters(model), adapters_beside(model)
+    parameters = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name in new or not any(is_within(name, path) for path in adapters)
+    }
     for path in also:
         if not any(is_within(name, path) for name in parameters):
             known = [n for n, m in model.named_modules() if next(m.parameters(), None) is not None]
@@ -345,7 +360,7 @@ def freeze_base(model: nn.Module, also: Iterable[str] = ()) -> nn.Module:
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in trainable)
     model.preproj_attachment = dataclasses.replace(before, also=also, requires_grad=requires_grad)
-    return model
+    return given
 
 
 def refuse_compiled(model: nn.Module) -> None:
@@ -368,7 +383,7 @@ def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def attachment_of(model: nn.Module) -> Attachment:
     """What a model remembers; an empty one where nothing was attached."""
-    return vars(model).get("preproj_attachment") or Attachment()
+    return vars(unwrapped(model)).get("preproj_attachment") or Attachment()
 
 
 def is_within(name: str, path: str) -> bool:

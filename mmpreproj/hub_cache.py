@@ -4,6 +4,7 @@ seconds."""
 from __future__ import annotations
 
 import dataclasses
+import re
 import socket
 import urllib.parse
 import urllib.request
@@ -12,7 +13,8 @@ from typing import Any, Literal
 
 from mmpreproj.messages import need
 
-__all__ = ["Source", "cached_snapshot", "hub_dataset", "reachable", "require_hub", "require_model"]
+__all__ = ["Source", "cached_snapshot", "hub_dataset", "local_snapshot", "reachable"]
+__all__ += ["require_hub", "require_model"]
 
 _WEIGHTS = tuple(
     f"{stem}{index}"
@@ -67,6 +69,33 @@ def cached_snapshot(
         paths = (try_to_load_from_cache(repository, file, revision=revision) for file in files)
         found += [Path(path).parent for path in paths if isinstance(path, str)][:1]
     return found[0] if len(found) == len(wanted) else None
+
+
+def local_snapshot(source: str, revision: str | None = None) -> Path:
+    """A local folder as it is, or what a hub repository has of safetensors, JSON and vocabularies.
+
+    Raises:
+        FileNotFoundError: if it is neither a folder nor the form of a hub name.
+        ConnectionError: if the hub is neither to be reached nor its cache has it.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        raise FileNotFoundError(f"{source} is no folder")
+    hub = need("huggingface_hub", source, "text")
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    closed = _closed(hub.constants.HF_HUB_OFFLINE) is not None
+    kinds = [f"*.{kind}" for kind in ("safetensors", "json", "jinja", "txt", "model")]
+    try:
+        return Path(
+            hub.snapshot_download(
+                source, revision=revision, allow_patterns=kinds, local_files_only=closed
+            )
+        )
+    except LocalEntryNotFoundError:
+        require_model(source)
+        raise
 
 
 def require_hub(what: str, advice: str) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
@@ -20,30 +19,55 @@ from mmpreproj.attach import (
     attach,
     attachment_of,
     detach,
+    freeze_base,
     is_within,
     new_parameters,
     preproj_modules,
     refuse_compiled,
 )
-from mmpreproj.files import parse_json, write_whole
-from mmpreproj.messages import about, listed, short
+from mmpreproj.card import write_card
+from mmpreproj.files import write_whole
+from mmpreproj.fingerprint import (
+    base_facts,
+    base_parameters,
+    check_base,
+    fingerprint,
+    whole,
+)
+from mmpreproj.folders import CONFIG_FILE, WEIGHTS_FILE, Folder, read_folder, write_peft
+from mmpreproj.messages import about, listed
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.sites import chosen, find, find_sites
-from mmpreproj.values import class_of
+from mmpreproj.wrapped import unwrapped
 
 __all__ = ["fingerprint", "load", "save"]
 
-WEIGHTS_FILE = "preproj.safetensors"
-CONFIG_FILE = "preproj.json"
-FORMAT = 1
+_logger = logging.getLogger(__name__)
+
+BESIDE = "peft"  # the folder within a folder that holds what PEFT put beside the method
+FORMATS = ("mmpreproj", "peft")
 
 
-def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
+def save(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype | None = None,
+    format: str = "mmpreproj",
+    card: Mapping[str, Any] | None = None,
+) -> Path:
     """Write what the method added to `model`, without the base, as a folder.
 
     `preproj.safetensors` holds the new parameters, and those that `freeze_base` was told to train
     also; `preproj.json` the config and what the base is: name, architecture, width, depth and a
-    fingerprint of its weights. Sharded parameters are gathered: call it on every rank.
+    fingerprint of its weights; `README.md` is a card. LoRA that PEFT has put beside the method goes
+    into `peft/`. Sharded parameters are gathered: call it on every rank.
+
+    Args:
+        dtype: to store the parameters in, such as "bfloat16"; None: as they are.
+        format: "mmpreproj", or "peft" for a folder that `peft.PeftModel.from_pretrained` reads.
+        card: what the card says besides: `license`, `data` and `figures`, a mapping of names to
+            values or to {"value": …, "n": …}.
 
     Returns:
         The folder.
@@ -52,43 +76,87 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         ValueError: if the model does not carry the method, or `path` is a file.
     """
     refuse_compiled(model)
-    attachment = attachment_of(model)
-    if attachment.config is None:
-        raise ValueError(f"nothing to save: the method is not attached to {type(model).__name__}")
-    sites = {f"{site.attention}.preproj" for site in find_sites(model, attachment.config)}
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, found {format!r}")
+    return write(unwrapped(model), Path(path), dtype, format, card)
+
+
+def write(
+    model: nn.Module,
+    folder: Path,
+    dtype: str | torch.dtype | None = None,
+    format: str = "mmpreproj",
+    card: Mapping[str, Any] | None = None,
+    state: Mapping[str, Tensor] | None = None,
+    here: bool = True,
+) -> Path:
+    """`save` of a model that is no PeftModel.
+
+    Args:
+        state: its state dict, where the model's own parameters are sharded.
+        here: write; the other ranks only take part in gathering.
+    """
+    attachment, config = attachment_of(model), attachment_of(model).config
+    if config is None:
+        raise ValueError(_nothing_to_save(model))
+    sites = {f"{site.attention}.preproj" for site in find_sites(model, config)}
     changed = sorted(sites ^ preproj_modules(model).keys())
     if changed:
         raise ValueError(
             f"{changed[0]!r} does not agree with the config that was attached, "
-            f"{attachment.config}: detach and attach whole models, not some of their blocks"
+            f"{config}: detach and attach whole models, not some of their blocks"
         )
-    folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; save takes a folder")
-    tensors = {name: _whole(tensor) for name, tensor in _stored(model, attachment.also).items()}
-    described = {
-        "format": FORMAT,
-        "config": attachment.config.to_dict(),
-        "also": list(attachment.also),
-        "base": {
-            "name": _base_name(model),
-            **_base_shape(model, attachment.config),
-            "fingerprint": fingerprint(model),
-        },
+    beside = hasattr(model, "peft_config")
+    if beside and format == "peft":
+        raise ValueError("LoRA and the method on one model are one folder in our format alone")
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    tensors = {
+        name: whole(parameter if state is None else state[given]).to(dtype or parameter.dtype)
+        for name, (given, parameter) in _stored(model, attachment.also).items()
     }
-    write_whole(folder / WEIGHTS_FILE, safetensors.torch.save(tensors))
-    write_whole(folder / CONFIG_FILE, json.dumps(described, indent=2) + "\n")
+    base = base_facts(model, config, preproj_modules(model).values(), tensors=state)
+    if not here:
+        return folder
+    described = Folder(config, list(attachment.also), base, tensors)
+    if format == "peft":
+        write_peft(folder, described)
+    else:
+        write_whole(folder / WEIGHTS_FILE, safetensors.torch.save(tensors))
+        write_whole(folder / CONFIG_FILE, json.dumps(described.to_dict(), indent=2) + "\n")
+    if beside:
+        from mmpreproj.peft_method.beside import save_beside
+
+        save_beside(model, folder / BESIDE, dtype)
+    write_card(folder, described, card or {}, format)
     return folder
 
 
+def _nothing_to_save(model: nn.Module) -> str:
+    if preproj_modules(model) and hasattr(model, "peft_config"):
+        return (
+            f"{type(model).__name__} carries the method as one of PEFT's: save_pretrained of the "
+            "PeftModel writes it, and mmpreproj.load reads that folder, too"
+        )
+    return f"nothing to save: the method is not attached to {type(model).__name__}"
+
+
 def load(
-    model: nn.Module, path: str | os.PathLike[str], allow_other_base: bool = False
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    allow_other_base: bool = False,
+    *,
+    is_trainable: bool = False,
 ) -> nn.Module:
     """Attach to `model` what `save` wrote, or fill it in where the same config is attached already.
+
+    The folder may also be one of PEFT's, that a PeftModel with `PreProjPeftConfig` wrote.
 
     Args:
         model: the base, with its weights; other precisions of the same weights are the same base.
         allow_other_base: take a base of the same architecture with other weights.
+        is_trainable: to train on: the base is frozen, and what was trained trains.
 
     Returns:
         The same model.
@@ -101,7 +169,9 @@ def load(
             finite numbers.
     """
     refuse_compiled(model)
-    described, config, tensors = _read(Path(path))
+    given, model = model, unwrapped(model)
+    folder = read_folder(Path(path))
+    config, tensors = folder.config, folder.tensors
     before = attachment_of(model)
     if before.config is None:
         with about(path, "does not fit this model"):
@@ -114,9 +184,20 @@ def load(
         with about(path, "does not fit this model"):
             attach(model, config)
     try:
-        _check_base(model, config, described["base"], allow_other_base, described["also"], path)
-        targets = _stored(model, described["also"])
+        if "fingerprint" in folder.base or folder.format != "peft":
+            check_base(
+                *(model, config, preproj_modules(model).values(), folder.base, folder.also),
+                allow_other_base=allow_other_base,
+                what=os.fspath(path),
+            )
+        else:
+            _logger.warning("%s does not say what its base was: nothing is checked", path)
+        targets = {name: parameter for name, (_, parameter) in _stored(model, folder.also).items()}
         _check_tensors(targets, tensors, path)
+        if Path(path, BESIDE, "adapter_config.json").is_file():
+            from mmpreproj.peft_method.beside import load_beside
+
+            load_beside(model, Path(path, BESIDE), is_trainable)
     except BaseException:
         if before.config is None:
             detach(model)  # which undoes freeze_base, too
@@ -128,39 +209,10 @@ def load(
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(tensors[name])
-    model.preproj_attachment = dataclasses.replace(
-        attachment_of(model), also=tuple(described["also"])
-    )
-    return model
-
-
-def _read(folder: Path) -> tuple[dict[str, Any], PreProjConfig, dict[str, Tensor]]:
-    """What a folder says, the config in it, and its tensors."""
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(
-                f"{folder} has no {name}: load takes the folder that mmpreproj.save wrote"
-            )
-    with about(folder):
-        described = parse_json((folder / CONFIG_FILE).read_bytes(), CONFIG_FILE)
-        if not isinstance(described, dict):
-            raise ValueError(f"{CONFIG_FILE} holds {short(described)}, which is no object")
-        found = described.get("format")
-        if found != FORMAT:
-            raise ValueError(f"format {short(found)}, this version of mmpreproj reads {FORMAT}")
-        missing = {"config", "also", "base"} - set(described)
-        if missing:
-            raise ValueError(f"no {sorted(missing)}")
-        also = described["also"]
-        for name, holds, what in (
-            ("config", isinstance(described["config"], dict), "an object"),
-            ("base", isinstance(described["base"], dict), "an object"),
-            ("also", isinstance(also, list) and all(isinstance(x, str) for x in also), "paths"),
-        ):
-            if not holds:
-                raise ValueError(f"{name} must be {what}, found {short(described[name])}")
-        config = PreProjConfig.from_dict(described["config"])
-        return described, config, safetensors.torch.load_file(folder / WEIGHTS_FILE)
+    model.preproj_attachment = dataclasses.replace(attachment_of(model), also=tuple(folder.also))
+    if is_trainable:
+        freeze_base(model, folder.also)
+    return given
 
 
 def _check_expansion(
@@ -182,29 +234,6 @@ def _check_expansion(
                 )
     if config.pre_projection and not found:
         raise ValueError(f"{path} does not fit its own config: it has no tensor of pre_projection")
-
-
-def _check_base(
-    model: nn.Module,
-    config: PreProjConfig,
-    expected: dict[str, Any],
-    allow_other_base: bool,
-    also: list[str],
-    path: str | os.PathLike[str],
-) -> None:
-    found = _base_shape(model, config)
-    wanted = {key: expected.get(key) for key in found}
-    if found != wanted:
-        told = ", ".join(f"{key!r}: {short(value)}" for key, value in wanted.items())
-        raise ValueError(f"{path} was saved from {{{told}}}, but this model is {found}")
-    if not allow_other_base and fingerprint(model, also) != expected.get("fingerprint"):
-        saved = expected.get("name")
-        saved = saved if isinstance(saved, str) and saved else f"a {found['architecture']}"
-        name = _base_name(model)
-        raise ValueError(
-            f"{path} was saved from {saved} with other weights than this model"
-            f"{f' ({name})' if name else ''} has; load those weights, or pass allow_other_base=True"
-        )
 
 
 def _check_tensors(
@@ -238,21 +267,17 @@ def _finite(tensor: Tensor, dtype: torch.dtype) -> bool:
     return tensor.is_floating_point() and bool(tensor.to(dtype).isfinite().all())
 
 
-def _stored(model: nn.Module, also: Iterable[str]) -> dict[str, nn.Parameter]:
-    """What a saved folder holds: the new parameters and those under the paths of `also`."""
-    new = new_parameters(model)
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if name in new or any(is_within(name, path) for path in also)
+def _stored(model: nn.Module, also: Iterable[str]) -> dict[str, tuple[str, nn.Parameter]]:
+    """What a saved folder holds: the new parameters and those under the paths of `also`, by name.
+
+    With the name in the model, which another adapter of PEFT may have changed.
+    """
+    own = {
+        plain: (name, parameter)
+        for plain, name, parameter in base_parameters(model)
+        if any(is_within(plain, path) for path in also)
     }
-
-
-def _base_name(model: nn.Module) -> str | None:
-    """The name that the base's library knows it by, where it has one."""
-    timm_config = getattr(model, "pretrained_cfg", None) or {}
-    name = ".".join(filter(None, (timm_config.get("architecture"), timm_config.get("tag"))))
-    return name or getattr(getattr(model, "config", None), "name_or_path", None) or None
+    return {name: (name, p) for name, p in new_parameters(model).items()} | own
 
 
 def _of_stacks(
@@ -274,48 +299,3 @@ def _of_stacks(
             whole.update(*paths)
     older = saved < wanted and saved == whole  # whole stacks are missing, not some tensors
     return dataclasses.replace(config, layers=layers) if older and layers else config
-
-
-def _base_shape(model: nn.Module, config: PreProjConfig) -> dict[str, Any]:
-    """Architecture, width and depth: the parts of a base that cannot be let differ."""
-    widths = sorted({module.dim for module in preproj_modules(model).values()})
-    found = find(model, config)
-    stacks = config.layers if isinstance(config.layers, dict) else found.stacks
-    depth = sum(len(sites) for stack in stacks for sites in found.stacks[stack].values())
-    return {
-        "architecture": class_of(model).__name__,
-        "width": widths[0] if len(widths) == 1 else widths,
-        "depth": depth,
-    }
-
-
-FINGERPRINT_VALUES = 65536
-
-
-def fingerprint(model: nn.Module, also: Iterable[str] | None = None) -> str:
-    """A hash of the base's weights: names, shapes, and up to 65,536 evenly spaced values of each.
-
-    Values are rounded to bfloat16 first, so that a base loaded in float32 and in bfloat16 is the
-    same base. The new parameters, and those under the paths of `also` (None: what `freeze_base` was
-    told), do not count.
-    """
-    own = _stored(model, attachment_of(model).also if also is None else also)
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        if name in own:
-            continue
-        values = _whole(parameter).reshape(-1)
-        values = values[:: max(1, -(-values.numel() // FINGERPRINT_VALUES))]
-        if values.is_floating_point():
-            values = values.to(torch.bfloat16)
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        digest.update(values.contiguous().view(torch.uint8).numpy().tobytes())
-    return f"sha256:{digest.hexdigest()}"
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, contiguous; a sharded one (DTensor) is gathered first."""
-    tensor = tensor.detach()
-    if hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()
-    return tensor.cpu().contiguous()

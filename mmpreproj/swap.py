@@ -8,6 +8,7 @@ module behind the scale instead, within one call of their block.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from mmpreproj.preproj import PreProj
 
 __all__ = ["AttentionSwap", "BlockSwap", "CarrySwap", "Handoff", "JoinOutputSwap", "JoinSwap"]
-__all__ += ["NormSwap", "ReaderSwap", "Swapped", "swap", "swap_back"]
+__all__ += ["ModelSwap", "NormSwap", "PretrainedSwap", "ReaderSwap", "Swapped", "swap", "swap_back"]
 
 
 class Handoff(threading.local):
@@ -214,6 +215,50 @@ class BlockSwap(Swapped):
                 "attach (drop_path1, say). Call detach before changing the block, then attach again"
             )
         return out
+
+
+class ModelSwap(Swapped):
+    """A whole model, which notices when PEFT gives it adapters of another method."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "peft_config":
+            from mmpreproj.peft_method.beside import keep_apart
+
+            keep_apart(self, value)
+
+
+class PretrainedSwap(ModelSwap):
+    """A model of transformers, whose folders say that they hold the method."""
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As ever, and the folder of `mmpreproj.save` in the same place, for `from_pretrained`."""
+        from mmpreproj import hf
+
+        given = {"is_main_process": is_main_process, "state_dict": state_dict, **kwargs}
+        if "preproj_attachment" not in vars(self):  # a new model of this class
+            return super().save_pretrained(save_directory, **given)
+        sharded = state_dict is None and any(hasattr(p, "full_tensor") for p in self.parameters())
+        if is_main_process or sharded:
+            hf.add_method(self, save_directory, state_dict, is_main_process)
+        done = super().save_pretrained(save_directory, **given)
+        if is_main_process:
+            hf.mark(save_directory)
+        return done
+
+    def _upload_modified_files(self, working_dir: str, *args: Any, **kwargs: Any) -> Any:
+        """What pushing to the hub ends in: transformers has written a card of its own by now."""
+        from mmpreproj import hf
+
+        if "preproj_attachment" in vars(self):
+            hf.mark(working_dir)
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
 
 
 def _joined(branch: Any, handoff: Handoff) -> Any:

@@ -181,8 +181,14 @@ def test_a_tensor_of_another_shape_is_refused(folder):
 
 
 def test_a_method_that_was_saved_with_its_base_is_not_dropped(tmp_path):
-    folder = write(tmp_path / "model", attach(tiny("gpt_neox")))
-    with pytest.raises(ValueError, match=r"holds 6 tensors of the method .* Use mmpreproj\.save"):
+    model = perturb(attach(tiny("gpt_neox")))
+    folder = write(tmp_path / "model", model)
+    x = inputs(model)
+    assert torch.equal(load_language_model(folder).model(**x).logits, model(**x).logits)
+    described = json.loads((folder / "config.json").read_text())
+    del described["transformers_weights"]  # as it was written when nothing refused it
+    (folder / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ValueError, match=r"holds 6 tensors of the method .* use mmpreproj\.save"):
         load_language_model(folder)
 
 

@@ -75,10 +75,16 @@ def test_tensors_that_do_not_fit_are_errors(tmp_path, change, error, told):
 
 def test_another_depth_or_width_is_an_error(tmp_path):
     wrapped(tiny("llama")).save_pretrained(tmp_path)
+    deep, wide = tiny("llama", num_hidden_layers=3), tiny("llama", hidden_size=64)
+    for model, told in ((deep, "'depth': 2.*'depth': 3"), (wide, "'width': 32.*'width': 64")):
+        with pytest.raises(ValueError, match=told):
+            peft.PeftModel.from_pretrained(model, tmp_path)
+    config = peft.PeftConfig.from_pretrained(tmp_path)
+    config.base = None  # as in a folder that does not say what its base was
     with pytest.raises(ValueError, match="missing: .*layers.2"):
-        peft.PeftModel.from_pretrained(tiny("llama", num_hidden_layers=3), tmp_path)
+        peft.PeftModel.from_pretrained(deep, tmp_path, config=config)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        peft.PeftModel.from_pretrained(tiny("llama", hidden_size=64), tmp_path)
+        peft.PeftModel.from_pretrained(wide, tmp_path, config=config)
 
 
 @pytest.mark.parametrize("autocast", [True, False])

@@ -35,7 +35,8 @@ def fresh(weights, **kwargs):
 
 def test_only_the_new_parameters_are_written_and_come_back_exactly(saved):
     folder, weights, x, expected = saved
-    assert sorted(p.name for p in folder.iterdir()) == ["preproj.json", "preproj.safetensors"]
+    files = ["README.md", "preproj.json", "preproj.safetensors"]
+    assert sorted(p.name for p in folder.iterdir()) == files
     assert set(load_file(folder / "preproj.safetensors")) == {
         f"blocks.1.attn.preproj.{part}.weight" for part in ("up", "down", "skip")
     }

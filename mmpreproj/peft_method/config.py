@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from peft import PeftConfig
 
+from mmpreproj.card import write_card
+from mmpreproj.folders import read_folder
 from mmpreproj.preproj import PreProjConfig
 
 __all__ = ["AdapterConfigs", "PreProjPeftConfig", "PreProjPeftType", "check_name_is_free"]
@@ -31,6 +36,8 @@ class PreProjPeftConfig(PeftConfig):
         modules_to_save: modules, such as ["head"], of which each adapter trains a copy that is
             saved beside the new parameters; PEFT matches the ends of their paths.
         target_modules: PEFT looks for it. Leave it None: where the method goes is known.
+        base: what a saved adapter's base was, with a fingerprint of its weights: another base is
+            refused. Saving writes it; set it to None to load onto other weights.
 
     Raises:
         ValueError: naming the field, what it holds and what it takes.
@@ -50,6 +57,7 @@ class PreProjPeftConfig(PeftConfig):
     within: str | None = None
     modules_to_save: list[str] | None = None
     target_modules: None = None
+    base: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,6 +73,16 @@ class PreProjPeftConfig(PeftConfig):
         self.layers = config.to_dict()["layers"]
         if isinstance(self.modules_to_save, str):  # PEFT would take it letter by letter
             self.modules_to_save = [self.modules_to_save]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields; `base` is that of the model that is being saved."""
+        return {**super().to_dict(), "base": getattr(self, "saved_base", self.base)}
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """As PEFT's, and what it takes to load the adapter in the card beside it."""
+        super().save_pretrained(save_directory, **kwargs)
+        if Path(save_directory, "adapter_model.safetensors").is_file():
+            write_card(Path(save_directory), read_folder(Path(save_directory)), {}, "peft")
 
     def preproj_config(self) -> PreProjConfig:
         """The part that is the method's own."""

@@ -16,12 +16,14 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from mmpreproj.attach import is_within, make_preproj, plan_swaps, report, swap_all
+from mmpreproj.fingerprint import base_facts, base_parameters, check_base
 from mmpreproj.messages import nearest
 from mmpreproj.peft_method.config import AdapterConfigs, PreProjPeftConfig, check_name_is_free
 from mmpreproj.peft_method.layer import NO_MERGE, PreProjLayer
 from mmpreproj.preproj import PreProj
 from mmpreproj.sites import Site, find_sites
 from mmpreproj.swap import AttentionSwap, Swapped, swap_back
+from mmpreproj.wrapped import unwrapped
 
 __all__ = ["PreProjModel"]
 
@@ -95,6 +97,13 @@ class PreProjModel(BaseTuner):
             if not isinstance(attention, AttentionSwap):
                 layers[site.attention] = PreProjLayer(next(attention.parameters()))
         fresh = [site for site in self._sites if site.attention in layers]
+        if peft_config.base is not None:
+            check_base(
+                *(model, config, self._new.values(), peft_config.base),
+                also=_saved_modules(model, peft_config),
+                what="the adapter",
+                way="give a config whose base = None",
+            )
         # skip or not: the next adapter may have one
         self._swaps = plan_swaps(model, fresh, layers, skip=True)
 
@@ -170,8 +179,14 @@ class PreProjModel(BaseTuner):
 
     @classmethod
     def _get_adapter_state_dict(
-        cls, model: nn.Module, adapter_name: str, state_dict: dict[str, Tensor], **kwargs: Any
+        cls,
+        model: nn.Module,
+        config: PreProjPeftConfig,
+        adapter_name: str,
+        state_dict: dict[str, Tensor],
+        **kwargs: Any,
     ) -> dict[str, Tensor]:
+        config.saved_base = _base_facts(unwrapped(model), config, adapter_name, state_dict)
         return {key: state_dict[key] for key in sorted(_keys(model, adapter_name))}
 
     @classmethod
@@ -212,6 +227,25 @@ def _keys(model: nn.Module, adapter_name: str) -> set[str]:
         if adapter_name in layer.by_name
         for name, _ in layer.by_name[adapter_name].named_parameters()
     }
+
+
+def _base_facts(
+    model: nn.Module, config: PreProjPeftConfig, adapter_name: str, state: dict[str, Tensor]
+) -> dict[str, Any] | None:
+    """What is saved of the base; None where its weights are not all at hand."""
+    tensors = {key.removeprefix("base_model.model."): tensor for key, tensor in state.items()}
+    own = [(name, parameter) for _, name, parameter in base_parameters(model)]
+    if any(parameter.is_meta or name not in tensors for name, parameter in own):
+        return None
+    new = (layer.by_name for layer in _layers(model).values())
+    new = [by_name[adapter_name] for by_name in new if adapter_name in by_name]
+    also = _saved_modules(model, config)
+    return base_facts(model, config.preproj_config(), new, also, tensors)
+
+
+def _saved_modules(model: nn.Module, config: PreProjPeftConfig) -> list[str]:
+    ends = tuple(config.modules_to_save or ())
+    return [path for path, _ in model.named_modules() if path.endswith(ends)] if ends else []
 
 
 def _check(model: nn.Module, adapter_name: str) -> None:

@@ -24,6 +24,7 @@ from mmpreproj.backbones.lm.lm_tokenizer import (
     tokenizer_hash,
 )
 from mmpreproj.backbones.modes import set_checkpointing, train_blocks
+from mmpreproj.card import run_card
 from mmpreproj.data.loaders import Answers
 from mmpreproj.evaluation.encoding import continue_text
 from mmpreproj.evaluation.tasks import EvaluationConfig, mean_exp, read_suite, run_suite, task_line
@@ -384,7 +385,8 @@ class LanguageModel(TrainedModule):
             return
         model, adapter = reported.evaluated, folder / "adapter"
         if self.hparams.preproj is not None and self.hparams.freeze_base:
-            print(f"the new parameters: {mmpreproj.save(model, adapter)}", flush=True)
+            card = run_card(Answers(data).describe(), self.metrics(self.test_result))
+            print(f"the new parameters: {mmpreproj.save(model, adapter, card=card)}", flush=True)
         elif self.hparams.lora is not None:
             print(f"the new parameters: {adapter}", flush=True)
             model.save_pretrained(str(adapter), save_embedding_layers=False)

@@ -21,6 +21,7 @@ from mmpreproj.backbones.hf_vision.families import (
     vision_config,
 )
 from mmpreproj.backbones.lm.lm_loading import check_loaded
+from mmpreproj.hf import MARK
 from mmpreproj.hub_cache import MODEL_FILES, Source, cached_snapshot, require_model
 from mmpreproj.messages import listed, nearest, need
 
@@ -85,6 +86,7 @@ def read_config(source: Source) -> Any:
     transformers = need("transformers", f"hf:{source.name}", "text")
     try:
         config = transformers.AutoConfig.from_pretrained(source.place, trust_remote_code=False)
+        vars(config).pop(MARK, None)  # check_loaded says more of such a folder
     except Exception as error:  # each of the formats has errors of its own
         raise ValueError(
             f"hf:{source.name} has no configuration that transformers can use without running code "

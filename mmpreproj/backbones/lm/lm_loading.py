@@ -27,6 +27,8 @@ from mmpreproj.backbones.lm.lm_sources import (
 )
 from mmpreproj.backbones.lm.lm_tokenizer import check_tokenizer, number_of_ids
 from mmpreproj.backbones.modes import exact_frequencies
+from mmpreproj.files import parse_json
+from mmpreproj.hf import from_pretrained, is_whole
 from mmpreproj.hub_cache import MODEL_FILES, Source, cached_snapshot, require_model
 from mmpreproj.messages import about, nearest, need
 from mmpreproj.preproj import PreProjConfig
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["LoadedText", "load_language_model", "load_tokenizer", "load_with_adapter"]
 __all__ += ["new_language_model"]
 
+PEFT_BASE = "base_model_name_or_path"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -71,7 +74,8 @@ def load_language_model(
     no embedding is resized. Embeddings may have more rows than it has ids.
 
     Args:
-        source: a hub name, in its cache or online; a folder with config.json; a .gguf file, a
+        source: a hub name, in its cache or online; a folder with config.json, of a model with the
+            method too (then it has it); a .gguf file, a
             folder with exactly one, or "package:NAME", an installed package that carries one. GGUF
             weights are unpacked to `dtype`, by way of a cache in float32.
         preproj: a config attaches the method, at its start; the path of a folder that
@@ -115,13 +119,15 @@ def load_with_adapter(
     """A language model with an adapter beside its base.
 
     Args:
-        source, dtype: as `load_language_model` takes them.
+        source, dtype: as `load_language_model` takes them; or an adapter, which names its base.
         adapter: a folder of `mmpreproj.save`, or of PEFT's save_pretrained (LoRA, or this method as
             one of PEFT's), which makes the model a PeftModel; None: the base alone.
 
     Raises: as `load_language_model`, and what PEFT does; ImportError where PEFT is needed and is
         not there.
     """
+    if adapter is None and (base := base_of(source)):
+        source, adapter = base, source
     if adapter is None or not Path(adapter, "adapter_config.json").is_file():
         return load_language_model(source, preproj=adapter, dtype=dtype)
     peft = need("peft", str(adapter), "text")
@@ -131,6 +137,18 @@ def load_with_adapter(
     model = peft.PeftModel.from_pretrained(loaded.model, adapter).eval()
     info = {**loaded.info, "parameters": sum(p.numel() for p in model.parameters())}
     return LoadedText(model, loaded.tokenizer, info)
+
+
+def base_of(folder: str | os.PathLike[str]) -> str | None:
+    """The base that an adapter folder names; None if it is no such folder, or names none."""
+    if not Path(folder, "config.json").is_file():
+        for file, path in (("preproj.json", "base.name"), ("adapter_config.json", PEFT_BASE)):
+            if Path(folder, file).is_file():
+                found = parse_json(Path(folder, file).read_bytes(), Path(folder, file))
+                for key in path.split("."):
+                    found = found.get(key) if isinstance(found, dict) else None
+                return found if isinstance(found, str) and found else None
+    return None
 
 
 def load_tokenizer(
@@ -211,6 +229,8 @@ def _load_model(source: Source, keywords: dict[str, Any]) -> PreTrainedModel:
         return _load_gguf(auto, source, keywords)
     if source.kind == "folder" and not (Path(source.place) / "config.json").is_file():
         raise FileNotFoundError(f"{source.name} has no config.json: it holds a tokenizer alone")
+    if source.kind == "folder" and is_whole(source.place):
+        return from_pretrained(source.place, **keywords)
     # so that all that is wrong is told at once, below
     keywords = {**keywords, "output_loading_info": True, "ignore_mismatched_sizes": True}
     model, told = _from_pretrained(auto, source, keywords, "a language model", MODEL_FILES)
@@ -233,8 +253,8 @@ def check_loaded(name: str, told: Mapping[str, Any], hint: str = "") -> None:
         raise ValueError(
             f"{name} holds {len(method)} tensors of the method beside the base's, such as "
             f"{method[0]!r}, which would be lost: it was saved by save_pretrained while the method "
-            "was attached. Use mmpreproj.save for the method and, after detach, save_pretrained "
-            "for the base"
+            "was attached. mmpreproj.from_pretrained loads both; for files of one alone, use "
+            "mmpreproj.save for the method and, after detach, save_pretrained for the base"
         )
     if missing or wrong:
         raise ValueError(
