@@ -1,13 +1,14 @@
-"""Kill short runs at their hooks, resume them, and compare each with the unbroken run, to the bit.
+"""Kill short runs, resume them, and compare each with the unbroken run, to the bit.
 
-    python tools/kill_runs.py image --every 10        every 10th hook of three epochs
-    python tools/kill_runs.py text --kills 20 --seed 1    20 places drawn at random
+    python tools/kill_runs.py image --minutes 3 --seed 1      also: video, text
 
-A place is a callback hook of Lightning's, or a file about to take its name or just having it. The
-process is forked after the imports and kills itself there with SIGKILL. `image`, `video` and `text`
-are small versions of the default configs; what else is on the line goes to train.py, such as
---run.every_n_steps 4. Compared are weights, optimiser, schedule and history of both checkpoints,
-metrics.csv and the record, times aside.
+Runs are killed with SIGKILL, twice each: at every callback hook of Lightning's and every file that
+is about to take its name or just has it, at a place where that happens drawn at random; then at
+random times. The settings alternate among five that cover all pairs of: workers or none,
+accumulation or none, a moving average or none, checkpoints of steps or none. `image`, `video` and
+`text` are small versions of the default configs; what else is on the line goes to train.py. The
+process is forked after the imports. Compared are weights, optimiser, schedule and history of both
+checkpoints, metrics.csv and the record, times aside.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import csv
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -29,7 +31,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
-from mmpreproj.training import cli
+from mmpreproj.training import cli, console, runs
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = ["--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.max_epochs", "3"]
@@ -40,8 +42,12 @@ SMALL = {
     "video": ["configs/video.yaml", "--data.batch_size", "4", "--model.model_args.depth", "1"],
     "text": ["configs/lm.yaml", "--data.batch_size", "4", "--model.model_args.num_hidden_layers"],
 }
-SMALL["image"] += ["--model.mix.mixup", "0.2", "--model.ema_decay", "0.9"]
+SMALL["image"] += ["--model.mix.mixup", "0.2"]
 SMALL["text"] += ["1", "--data.tokenizer", "bpe:300", "--model.prompt_tokens", "4"]
+SETTINGS = ("--data.num_workers={}", "--trainer.accumulate_grad_batches={}")
+SETTINGS += ("--model.ema_decay={}", "--run.every_n_steps={}")
+VALUES = ((0, 2), (1, 2), ("null", 0.9), ("null", 2))
+COVERING = ((0, 0, 0, 0), (0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0))
 HOOKS = [name for name in dir(Callback) if name.startswith("on_") and name != "on_exception"]
 TIMES = {"run", "name", "seconds", "training", "peak_bytes", "environment"}
 
@@ -72,10 +78,23 @@ class Places(Callback):
 
 
 def forked(
-    arguments: Sequence[str], folder: Path, kill_at: int | None = None, list_to: Path | None = None
+    arguments: Sequence[str],
+    folder: Path,
+    kill_at: int | float | None = None,
+    list_to: Path | None = None,
 ) -> int:
-    """Run train.py in a process of its own, its output in folder/output. Returns: its status."""
+    """Run train.py in a process of its own, its output in folder/output.
+
+    Args:
+        kill_at: the place of that number, or so many seconds.
+        list_to: file for the names of the places.
+
+    Returns: its status.
+    """
     if (child := os.fork()) != 0:
+        if isinstance(kill_at, float):
+            time.sleep(kill_at)
+            os.kill(child, signal.SIGKILL)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     status = 1
     try:
@@ -89,6 +108,7 @@ def forked(
             return build(self, config, [*callbacks, places])
 
         cli.TrainCLI._instantiate_trainer = watched
+        runs._plots = lambda *_: None  # they take as long as the rest
         cli.main(arguments)
         status = 0
     except BaseException as error:
@@ -141,17 +161,17 @@ def whole(arguments: Sequence[str], folder: Path) -> tuple[dict[str, Any], list[
     return result(folder), places.read_text().splitlines()
 
 
-def broken(arguments: Sequence[str], folder: Path, kills: Sequence[int]) -> dict[str, Any]:
-    """Result of the run that is killed at a place of each of its starts, and then ends."""
+def broken(arguments: Sequence[str], folder: Path, kills: Sequence[int | float]) -> dict[str, Any]:
+    """Result of the run that is killed in each of its starts (see `forked`), and then ends."""
     for kill_at in [*kills, None]:
         resumed = any(folder.glob("runs/*/*/checkpoints/last.ckpt"))
-        if status := forked([*arguments, *["--resume"] * resumed], folder, kill_at):
-            if kill_at is None or status != -signal.SIGKILL:
-                told = (folder / "output").read_text()[-2000:]
-                raise RuntimeError(f"killed at {kills}, the run ends with {status}: {told}")
-            for run in folder.glob("runs/*/*"):  # died before there was anything to resume
-                if not (run / "checkpoints" / "last.ckpt").is_file():
-                    os.system(f"rm -r '{run}'")
+        status = forked([*arguments, *["--resume"] * resumed], folder, kill_at)
+        if status not in (0, -signal.SIGKILL):
+            told = (folder / "output").read_text()[-2000:]
+            raise RuntimeError(f"killed at {kills}, the run ends with {status}: {told}")
+        for run in folder.glob("runs/*/*"):
+            if not (run / "checkpoints" / "last.ckpt").is_file():  # nothing to resume
+                shutil.rmtree(run)
     return result(folder)
 
 
@@ -159,36 +179,50 @@ def main() -> int:
     """Returns 1 if a killed run ended as another than the unbroken one."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("what", choices=SMALL)
-    parser.add_argument("--every", type=int, default=10, help="kill at every so manieth place")
-    parser.add_argument("--kills", type=int, help="or at so many, drawn at random, twice each")
+    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--times", type=int, default=20, help="how many die at random times")
     parser.add_argument("--seed", type=int, default=0)
     args, more = parser.parse_known_args()
     torch.set_num_threads(1)
-    cli.quieten()
+    console.quieten()
     config, *small = SMALL[args.what]
-    arguments = [str(ROOT / config), *small, *SHORT, *more]
-    started, wrong = time.monotonic(), 0
+    draw, started = random.Random(args.seed), time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
-        unbroken = Path(temporary) / "whole"
-        unbroken.mkdir()
-        expected, places = whole(arguments, unbroken)
-        plan = [[place] for place in range(0, len(places), args.every)]
-        if args.kills:
-            draw = random.Random(args.seed)
-            plan = [draw.choices(range(len(places)), k=2) for _ in range(args.kills)]
-        for kills in plan:
-            folder = Path(temporary) / "-".join(map(str, kills))
+        unbroken = []
+        for choice in COVERING:
+            settings = [s.format(v[c]) for s, v, c in zip(SETTINGS, VALUES, choice, strict=True)]
+            arguments = [str(ROOT / config), *small, *SHORT, *settings, *more]
+            folder = Path(temporary) / str(len(unbroken))
+            folder.mkdir()
+            begun = time.monotonic()
+            expected, places = whole(arguments, folder)
+            unbroken.append((settings, arguments, expected, places, time.monotonic() - begun))
+        names = sorted({name for run in unbroken for name in run[3]})
+        plan = draw.sample(names, len(names)) + [None] * args.times
+        done = wrong = 0
+        for number, name in enumerate(plan):
+            if time.monotonic() - started > 60 * args.minutes:
+                break
+            settings, arguments, expected, places, seconds = unbroken[number % len(COVERING)]
+            kills: list[int | float] = [draw.uniform(0, seconds) for _ in range(2)]
+            if name is not None:
+                found = [place for place, passed in enumerate(places) if passed == name]
+                kills = [draw.choice(found or range(len(places))), draw.randrange(len(places))]
+            folder = Path(temporary) / "broken"
             folder.mkdir()
             try:
                 found = list(differences(expected, broken(arguments, folder, kills)))
             except RuntimeError as error:
                 found = [str(error)]
-            wrong += bool(found)
-            names = ", ".join(f"{place} ({places[place]})" for place in kills)
-            print(f"killed at {names}: {'; '.join(found[:4]) or 'equal'}", flush=True)
-            os.system(f"rm -r '{folder}'")
+            shutil.rmtree(folder)
+            done, wrong = done + 1, wrong + bool(found)
+            where = ", ".join(
+                f"{kill:.2f} s" if isinstance(kill, float) else f"{kill} ({places[kill]})"
+                for kill in kills
+            )
+            print(f"{' '.join(settings)}: killed at {where}: {'; '.join(found[:4]) or 'equal'}")
     seconds = time.monotonic() - started
-    print(f"{len(plan)} runs, {len(places)} places, {wrong} ended otherwise, {seconds:.0f} s")
+    print(f"{args.what}: {done} of {len(plan)} runs, {wrong} ended otherwise, {seconds:.0f} s")
     return int(wrong > 0)
 
 
