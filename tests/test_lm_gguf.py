@@ -153,6 +153,7 @@ def test_without_a_cache_a_gguf_file_loads_all_the_same(gguf_file, tmp_path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     model = load_language_model(path, dtype="bfloat16").model
     assert torch.equal(model.lm_head.weight, reference.lm_head.weight.bfloat16())
+    assert torch.equal(model.model.rotary_emb.inv_freq, reference.model.rotary_emb.inv_freq)
     assert "is unpacked anew each time" in caplog.text
 
 

@@ -73,6 +73,17 @@ def test_the_average_moves_once_an_optimizer_step_by_its_formula(tmp_path):
     torch.testing.assert_close(module.ema.module.head.weight, average)
 
 
+def test_accumulation_is_the_larger_batch_in_a_last_shorter_window_too(tmp_path):
+    found = []
+    for batch_size, windows in ((4, 4), (16, 1)):  # 24 images: windows of 16 and 8
+        torch.manual_seed(0)
+        module = classifier(preproj=None, optimizer={"opt": "momentum", "lr": 0.1})
+        data = TinyData(n=24, batch_size=batch_size)
+        fit(module, data, tmp_path, accumulate_grad_batches=windows)
+        found.append(module.model.state_dict())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
+
+
 def test_evaluation_uses_the_average(tmp_path):
     module, data = classifier(ema_decay=0.5), TinyData()
     running = fit(module, data, tmp_path)

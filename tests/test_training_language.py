@@ -300,3 +300,19 @@ def test_the_base_keeps_its_dropout_off_in_a_probe(base):
     modes = {name: m.training for name, m in module.model.named_modules()}
     assert modes[""] is False
     assert all(modes[name] for name in mmpreproj.preproj_modules(module.model))
+
+
+def test_half_precision_leaves_rotary_frequencies_alone_and_its_average_moves(base, text, tmp_path):
+    exact = llama().model.rotary_emb.inv_freq
+    module = LanguageModel(model=base, ema_decay=0.9, optimizer={"lr": 1e-3})
+    trainer(tmp_path, precision="bf16-true").fit(module, data(text))
+    for model in (module.model, module.ema.module):
+        assert model.lm_head.weight.dtype == torch.bfloat16
+        assert torch.equal(model.model.rotary_emb.inv_freq, exact)
+    start = load_language_model(base, dtype="bfloat16").model.state_dict()
+    now, average = module.model.state_dict(), module.ema.module.state_dict()
+    moved = [name for name in start if not torch.equal(now[name], start[name])]
+    assert len(moved) > 9 and not any(torch.equal(average[name], start[name]) for name in moved)
+    module = LanguageModel(model=base, ema_decay=0.9)
+    with pytest.raises(ValueError, match="ema_decay=0.9 does not work with weights in float16"):
+        trainer(tmp_path, precision="16-true").fit(module, data(text))

@@ -38,6 +38,19 @@ def test_padding_is_not_counted_and_unreadable_images_are_wrong():
     assert found["loss"] == pytest.approx(math.log(1 + 2 * math.exp(-10)), rel=1e-3)
 
 
+def test_scores_of_nan_are_wrong_for_every_class():
+    metrics = EvaluationMetrics(6, per_class=True)
+    metrics.update(torch.full((3, 6), math.nan), torch.tensor([0, 1, 5]))
+    metrics.update(certain([2], 6), torch.tensor([2]))
+    found = metrics.compute()
+    assert (found["correct"], found["top5"], found["class_correct"]) == (
+        1,
+        0.25,
+        [0, 0, 1, 0, 0, 0],
+    )
+    assert math.isnan(found["loss"])
+
+
 def test_an_unreadable_image_is_not_among_the_five_likeliest_either():
     metrics = EvaluationMetrics(10)
     metrics.update(certain([4, 4], 10), torch.tensor([4, unreadable(4)]))

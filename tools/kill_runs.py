@@ -119,9 +119,8 @@ def forked(
         os._exit(status)
 
 
-def result(folder: Path) -> dict[str, Any]:
-    """What the only run below a folder came to, but for times."""
-    (run,) = folder.glob("runs/*/*")
+def result_of(run: Path) -> dict[str, Any]:
+    """What a run came to, but for times."""
     found: dict[str, Any] = {}
     for which in ("best", "last"):
         checkpoint = torch.load(run / "checkpoints" / f"{which}.ckpt", weights_only=True)
@@ -158,7 +157,7 @@ def whole(arguments: Sequence[str], folder: Path) -> tuple[dict[str, Any], list[
     places = folder / "places"
     if status := forked(arguments, folder, list_to=places):
         raise RuntimeError(f"the run ends with {status}: {(folder / 'output').read_text()[-2000:]}")
-    return result(folder), places.read_text().splitlines()
+    return result_of(*folder.glob("runs/*/*")), places.read_text().splitlines()
 
 
 def broken(arguments: Sequence[str], folder: Path, kills: Sequence[int | float]) -> dict[str, Any]:
@@ -172,7 +171,7 @@ def broken(arguments: Sequence[str], folder: Path, kills: Sequence[int | float])
         for run in folder.glob("runs/*/*"):
             if not (run / "checkpoints" / "last.ckpt").is_file():  # nothing to resume
                 shutil.rmtree(run)
-    return result(folder)
+    return result_of(*folder.glob("runs/*/*"))
 
 
 def main() -> int:

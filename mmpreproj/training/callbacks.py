@@ -29,7 +29,8 @@ REFUSED = {
     "GradientAccumulationScheduler": "the schedule would have another length than the run; set "
     "trainer.accumulate_grad_batches",
     "LearningRateFinder": "rates follow model.schedule; set model.optimizer.lr",
-    "ModelPruning": "the moving average and the final test would have other weights",
+    "ModelPruning": "checkpoints do not hold its masks, so that no run goes on with them",
+    "SpikeDetection": "Lightning cannot save its state in a checkpoint",
     "StochasticWeightAveraging": "its average would not be tested; set model.ema_decay",
     "WeightAveraging": "its average would not be resumed; set model.ema_decay",
 }
@@ -114,6 +115,10 @@ class LastCheckpoint(RunCheckpoint):
         if self.every_n_steps and trainer.global_step % self.every_n_steps == 0:
             pl_module.log_step(outputs)  # which it does after the callbacks: the row belongs here
             self._save_between(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last_global_step_saved = 0  # the one of its last update was without its validation
+        super().on_train_epoch_end(trainer, pl_module)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

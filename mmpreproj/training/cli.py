@@ -160,11 +160,11 @@ class TrainCLI(LightningCLI):
             bool(self.changed),
         )
         self.clock, self.best = Clock(), BestCheckpoint(self.model.monitor)
-        callbacks = [self.folder, Reproducible(self.seed), self.clock]
+        callbacks = [Reproducible(self.seed), self.clock]
+        own = [c for c in self.config_init.trainer.callbacks or [] if isinstance(c, ProgressBar)]
         progress = given.enable_progress_bar
         if progress is None:
-            progress = sys.stderr.isatty() or sys.stdout.isatty()
-        own = [c for c in self.config_init.trainer.callbacks or [] if isinstance(c, ProgressBar)]
+            progress = bool(own) or sys.stderr.isatty() or sys.stdout.isatty()
         if not progress:
             callbacks.append(EpochLines())
         elif not own:
@@ -178,6 +178,7 @@ class TrainCLI(LightningCLI):
         trainer = self._instantiate_trainer(
             {
                 **self.config_init.trainer.as_dict(),
+                "callbacks": [self.folder, *(self.config_init.trainer.callbacks or [])],
                 "enable_progress_bar": progress,
                 "logger": logger,
                 "default_root_dir": root,
