@@ -12,7 +12,6 @@ import lzma
 import os
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -61,15 +60,11 @@ class Kind:
         return self.change(sound[which], rng)
 
 
-def container(layout: Callable[[bytes], m.Layout]) -> Change:
-    return partial(m.mutate_container, layout=layout)
-
-
 # Pictures and videos
 
 
 def change_png(data: bytes, rng: Random) -> bytes:
-    return m.with_checksums(m.mutate_container(data, rng, m.png))
+    return m.with_checksums(m.mutate_container(data, rng))
 
 
 def read_image(path: Path) -> None:
@@ -264,15 +259,17 @@ def read_resumed(path: Path) -> None:
 SETTINGS = "model data trainer run seed_everything optimizer schedule devices controls key --"
 SETTINGS += " label_smoothing ema_decay freeze_base lora mix prompts batch_size block_size"
 KINDS = {
-    "jpeg": Kind(sound.jpegs, container(m.jpeg), read_image),
+    "jpeg": Kind(sound.jpegs, m.mutate_container, read_image),
     "png": Kind(sound.pngs, change_png, read_image),
-    "gif": Kind(sound.gifs, container(m.gif), read_gif),
-    "mp4": Kind(lambda f: sound.clips(f, ".mp4", "libx264", "mpeg4"), container(m.mp4), read_video),
+    "gif": Kind(sound.gifs, m.mutate_container, read_gif),
+    "mp4": Kind(
+        lambda f: sound.clips(f, ".mp4", "libx264", "mpeg4"), m.mutate_container, read_video
+    ),
     "mkv": Kind(
-        lambda f: sound.clips(f, ".mkv", "libx264", "mjpeg"), container(m.ebml), read_video
+        lambda f: sound.clips(f, ".mkv", "libx264", "mjpeg"), m.mutate_container, read_video
     ),
     "webm": Kind(
-        lambda f: sound.clips(f, ".webm", "libvpx", "libvpx-vp9"), container(m.ebml), read_video
+        lambda f: sound.clips(f, ".webm", "libvpx", "libvpx-vp9"), m.mutate_container, read_video
     ),
     "list": Kind(sound.lists, change_list, read_list),
     "text": Kind(sound.texts, change_text, read_text),
@@ -292,5 +289,5 @@ KINDS = {
     ),
     "checkpoint": Kind(sound.checkpoints, change_checkpoint, load_run),
     "resume": Kind(sound.vision_run, change_run, read_resumed, 0.1, told=("vit/run",)),
-    "gguf": Kind(sound.ggufs, container(m.gguf), load_language_model),
+    "gguf": Kind(sound.ggufs, m.mutate_container, load_language_model),
 }
