@@ -86,3 +86,13 @@ def test_links_and_paths_of_a_page_lead_somewhere(page):
     paths = re.findall(r"`((?:mmpreproj|tests|configs|tools|docs)/[\w./]+)`", text)
     lost = [name for name in links if not (page.parent / name).exists()]
     assert not lost + [name for name in paths if not (ROOT / name).exists()]
+
+
+def test_the_tests_that_the_page_of_reports_names_are_there():
+    text = (ROOT / "docs/reports.md").read_text()
+    rows = [row for row in text.splitlines() if re.match(r"\| [A-Z]\d\d ", row)]
+    named = [found for row in rows for found in re.findall(r"`(test_\w+\.py)`: ([\w ]+)", row)]
+    assert len(rows) == 74 and len(named) > 90
+    for file, name in named:
+        tests = (ROOT / "tests" / file).read_text()
+        assert f"def test_{name.strip().replace(' ', '_')}(" in tests, (file, name)
