@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mmpreproj
 from mmpreproj.backbones.lm import load_language_model, new_language_model
-from mmpreproj.backbones.lm.lm_head import LMHead, lm_head_of
+from mmpreproj.backbones.lm.lm_head import LMHead, check_packing, lm_head_of
 from mmpreproj.backbones.lm.lm_tokenizer import (
     check_hash,
     check_tokenizer,
@@ -47,9 +47,9 @@ SEED = 0  # of the samples at the end
 class LanguageModel(TrainedModule):
     """Trains and evaluates a causal language model on the blocks of the trainer's TextDataModule.
 
-    Training minimises cross-entropy per token. Every block has equally many targets, so gradient
-    accumulation gives the gradient of the whole batch. Evaluation reports perplexity per token,
-    word and byte, each over its n, and the evaluations that the config names.
+    Training minimises cross-entropy per token. Blocks of text have equally many targets, so that
+    gradient accumulation gives the gradient of the whole batch. Evaluation reports perplexity per
+    token, word and byte, each over its n, and the evaluations that the config names.
 
     Args:
         model: a hub name, a folder, a .gguf file, or "package:NAME" (an installed package that
@@ -202,6 +202,8 @@ class LanguageModel(TrainedModule):
                 f"blocks of {data.block_size} tokens do not fit the model's {room} positions; set "
                 f"--data.block_size {room} or less"
             )
+        if getattr(data, "packing_strategy", None) == "bfd":
+            check_packing(self.model)
         if self.evaluations and not data.has_split("test"):
             raise ValueError(
                 f"evaluations ({', '.join(self.evaluations)}) run with the test, but there is no "
@@ -245,21 +247,20 @@ class LanguageModel(TrainedModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         nll, n = self._nll(self.model, batch, self.head)
-        loss = nll / n
+        loss = nll / max(n, 1)  # of answers alone there may be none
         self.count_loss(loss, n, batch_idx)
         return loss
 
     def _nll(self, model: nn.Module, batch: dict[str, Tensor], head: LMHead) -> tuple[Tensor, int]:
-        ids, targets = batch["input_ids"], batch["targets"]
-        return through_forward(model, lambda: lm_loss(model, ids, targets, head=head))
+        of = (batch["input_ids"], batch["targets"], None, head, batch.get("position_ids"))
+        return through_forward(model, lambda: lm_loss(model, *of))
 
     def new_metrics(self, split: str) -> Sums:
         return Sums(nll=0, n=0)
 
     def evaluate(self, batch: dict[str, Tensor], split: str) -> None:
-        ids = batch["input_ids"]
         if self.examples is None:
-            self.examples = ids[: EXAMPLES[0], : EXAMPLES[1]].detach().cpu()
+            self.examples = batch["input_ids"][: EXAMPLES[0], : EXAMPLES[1]].detach().cpu()
         head = self.head if self.ema is None else lm_head_of(self.evaluated)
         nll, n = self._nll(self.evaluated, batch, head)
         self.counted.update(nll=nll.double(), n=n)
@@ -270,8 +271,9 @@ class LanguageModel(TrainedModule):
         if not n:
             return {"n": 0}
         result: dict[str, Any] = {"n": n, "nll": nll, "loss": nll / n}
-        facts = Answers(self._data()).describe().get(split)
-        if facts and facts.get("n_tokens") == n + 1:  # the whole split: its words and bytes count
+        data = Answers(self._data()).describe()
+        facts, n_targets = data.get(split), (data.get("n_targets") or {}).get(split)
+        if n == n_targets and facts:  # the whole split: its words and bytes count
             result |= {"words": facts["n_words"], "bytes": facts["n_bytes"]}
         return result
 

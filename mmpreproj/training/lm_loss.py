@@ -33,6 +33,7 @@ def lm_loss(
     targets: Tensor,
     attention_mask: Tensor | None = None,
     head: LMHead | None = None,
+    position_ids: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """Negative log-likelihood of `targets`: a sum, in nats.
 
@@ -41,6 +42,8 @@ def lm_loss(
             cross-entropy (the balance of a mixture of experts) is not in here.
         input_ids: [B, T].
         targets: [B, T], the token *after* each input (nothing is shifted here), -100 for none.
+        position_ids: [B, T], which start at 0 with each document, where documents are not to see
+            each other; None: a row is one text.
         head: of the model, where it is known already.
 
     Returns:
@@ -56,7 +59,8 @@ def lm_loss(
             f"{list(input_ids.shape)}: one, already shifted, for each input"
         )
     head = head or lm_head_of(model)
-    return head_loss(head, hidden_states(model, input_ids, attention_mask), targets)
+    hidden = hidden_states(model, input_ids, attention_mask, position_ids=position_ids)
+    return head_loss(head, hidden, targets)
 
 
 def head_loss(head: LMHead, hidden: Tensor, targets: Tensor) -> tuple[Tensor, int]:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from mmpreproj.attach import refuse_compiled
 from mmpreproj.backbones.modes import evaluating
 
-__all__ = ["LMHead", "hidden_states", "lm_head_of"]
+__all__ = ["LMHead", "check_packing", "hidden_states", "lm_head_of"]
 
 # What transformers' models do to the logits behind the matrix, by the name in their configuration:
 # multiply them by this power of it (Cohere; Falcon-H1; Granite divides), or cap them (Gemma 2 on).
@@ -104,6 +104,7 @@ def hidden_states(
     attention_mask: Tensor | None = None,
     past_key_values: Any = None,
     use_cache: bool = False,
+    position_ids: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Any]:
     """The hidden states that the head reads: `lm_head_of(model).logits(...)` makes logits of them.
 
@@ -112,6 +113,8 @@ def hidden_states(
             count the real tokens, as in `generate`, so that left padding shifts nothing.
         past_key_values: a cache of transformers, which grows in place.
         use_cache: also return the cache.
+        position_ids: [B, T]; where they start at 0 again, transformers takes another text to begin,
+            which does not see what is before (with neither a mask nor a cache; `check_packing`).
 
     Returns:
         Hidden states [B, T, D]; with `use_cache`, these and the cache.
@@ -119,7 +122,7 @@ def hidden_states(
     inner = _inner(model)
     base = inner.base_model
     parameters = _parameters(type(base))
-    keywords: dict[str, Any] = {}
+    keywords: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
     masked = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
     if masked and "position_ids" in parameters:  # ALiBi reads the mask
         positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
@@ -137,6 +140,28 @@ def hidden_states(
         return out.last_hidden_state
     cache = getattr(out, "cache", None)
     return out.last_hidden_state, out.past_key_values if cache is None else cache
+
+
+@torch.no_grad()
+def check_packing(model: nn.Module) -> None:
+    """Raises ValueError unless texts side by side in a row are read as each alone."""
+    refusal = (
+        f"{type(_inner(model)).__name__} does not keep the documents of a block apart by their "
+        "positions, so packing_strategy='bfd' would let them see each other: use 'wrapped'"
+    )
+    embeddings = model.get_input_embeddings().weight
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(len(embeddings), (1, 9), generator=generator).to(embeddings.device)
+    if "position_ids" not in _parameters(type(_inner(model).base_model)):
+        raise ValueError(refusal)
+    positions = torch.tensor([[*range(4), *range(5)]], device=ids.device)
+    with evaluating(model), torch.autocast(embeddings.device.type, enabled=False):
+        found = hidden_states(model, ids, position_ids=positions)
+        alone = [hidden_states(model, part) for part in ids.split([4, 5], 1)]
+    # another order of sums through all layers; what another document changes shows far above it
+    bound = torch.finfo(found.dtype).eps ** 0.5 * found.abs().max()
+    if (found - torch.cat(alone, 1)).abs().max() > bound:
+        raise ValueError(refusal)
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""Rows of JSON lines, parquet and the data sets of Hugging Face, each with its place for messages.
+"""Rows of JSON lines, CSV, parquet and the data sets of Hugging Face, each with its place for
+messages.
 
 JSON lines are read here and not by `datasets`, which names neither the file nor the line of what is
 no JSON, and copies what it reads into its cache.
@@ -22,7 +23,8 @@ from mmpreproj.files import parse_json
 from mmpreproj.hub_cache import hub_dataset
 from mmpreproj.messages import about, listed, need
 
-__all__ = ["HFDataset", "JsonLines", "ParquetFile", "Table", "open_bytes", "open_table"]
+__all__ = ["Delimited", "HFDataset", "JsonLines", "ParquetFile", "Table", "open_bytes"]
+__all__ += ["open_table"]
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 BOM = b"\xef\xbb\xbf"
@@ -66,8 +68,25 @@ class JsonLines(Table):
                 yield place, row
 
 
-class ParquetFile(Table):
-    """A parquet file, read in batches of rows."""
+class ArrowFile(Table):
+    """Base of files that pyarrow reads, in batches of rows."""
+
+    kind: str
+
+    def rows(self, start: int = 0, end: int | None = None, columns: Any = None) -> Rows:
+        with about(self.name, f"cannot be read as {self.kind}"):
+            rows = (row for batch in self._batches(columns) for row in batch.to_pylist())
+            for number, row in enumerate(itertools.islice(rows, start, end), start):
+                yield f"{self.name}, row {number}", row
+
+    def _batches(self, columns: Any) -> Iterator[Any]:
+        raise NotImplementedError
+
+
+class ParquetFile(ArrowFile):
+    """A parquet file."""
+
+    kind = "parquet"
 
     def __init__(self, path: str):
         self.name = path
@@ -75,15 +94,34 @@ class ParquetFile(Table):
             self.size = file.metadata.num_rows
         self.digest = scan(path)[0]
 
-    def rows(self, start: int = 0, end: int | None = None, columns: Any = None) -> Rows:
-        with about(self.name, "cannot be read as parquet"), self._open() as file:
-            batches = file.iter_batches(256, columns=columns)
-            rows = (row for batch in batches for row in batch.to_pylist())
-            for number, row in enumerate(itertools.islice(rows, start, end), start):
-                yield f"{self.name}, row {number}", row
+    def _batches(self, columns: Any) -> Iterator[Any]:
+        with self._open() as file:
+            yield from file.iter_batches(256, columns=columns)
 
     def _open(self) -> Any:
         return need("pyarrow.parquet", self.name, "text").ParquetFile(self.name)
+
+
+class Delimited(ArrowFile):
+    """A CSV file, or TSV by its name, whose first line names the columns; all cells are text."""
+
+    kind = "CSV with a first line of column names"
+
+    def __init__(self, path: str):
+        self.name = path
+        self.digest = scan(path)[0]
+        self.size = sum(1 for _ in self.rows())
+
+    def _batches(self, columns: Any) -> Iterator[Any]:
+        csv = need("pyarrow.csv", self.name, "text")
+        by = "\t" if suffix(self.name) == ".tsv" else ","
+        cells = csv.ParseOptions(delimiter=by, newlines_in_values=True)
+        with open_bytes(self.name) as stream:
+            names = csv.open_csv(stream, parse_options=cells).schema.names
+        text = dict.fromkeys(names, "string")
+        how = csv.ConvertOptions(column_types=text, include_columns=columns)
+        with open_bytes(self.name) as stream:
+            yield from csv.open_csv(stream, parse_options=cells, convert_options=how)
 
 
 class HFDataset(Table):
@@ -121,7 +159,8 @@ def open_table(name: str) -> Table | None:
             one = listed(os.path.join(name, split) for split in sorted(dataset))
             raise ValueError(f"{name} holds several data sets; name the one that is meant: {one}")
         return HFDataset(dataset, name)
-    kinds = {".parquet": ParquetFile, **dict.fromkeys(JSON_LINES, JsonLines)}
+    kinds = {".parquet": ParquetFile, ".csv": Delimited, ".tsv": Delimited}
+    kinds |= dict.fromkeys(JSON_LINES, JsonLines)
     opened = kinds.get(suffix(name))
     return opened and opened(name)
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterator
-from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import DataLoader
 
@@ -23,8 +20,16 @@ from mmpreproj.backbones.lm.lm_tokenizer import (
     trained_bpe,
 )
 from mmpreproj.data.loaders import LabelledDataModule
-from mmpreproj.data.text.text_sources import Piece, Source, open_sources
-from mmpreproj.data.text.token_blocks import TokenBlocks, TokenFile, tokens_of
+from mmpreproj.data.text.chat import Answers
+from mmpreproj.data.text.text_sources import Chats
+from mmpreproj.data.text.text_splits import SPLITS, TextSplits
+from mmpreproj.data.text.token_blocks import (
+    Mixture,
+    PackedDocuments,
+    TokenBlocks,
+    TokenFile,
+    tokens_of,
+)
 from mmpreproj.files import cache_folder
 from mmpreproj.messages import listed
 
@@ -33,11 +38,10 @@ if TYPE_CHECKING:
 
 __all__ = ["TextDataModule"]
 
-SPLITS = ("train", "val", "test")
-VERSION = 1  # of the rules by which text becomes tokens; part of the key of the cache
+VERSION = 2  # of the rules by which text becomes tokens; part of the key of the cache
 
 
-class TextDataModule(LabelledDataModule):
+class TextDataModule(TextSplits, LabelledDataModule):
     """Text as blocks of tokens, tokenised once.
 
     A batch is {"input_ids": int64 [B, T], "targets": int64 [B, T]}, and targets[t] is the token
@@ -45,10 +49,14 @@ class TextDataModule(LabelledDataModule):
     takes whole blocks in a shuffled order; evaluation scores every token of a split but its
     very first exactly once, with any number of processes.
 
-    Documents. A row of JSON lines, parquet or a data set is a document, and so is what a split
+    Documents. A row of JSON lines, CSV, parquet or a data set is a document, and so is what a split
     holds of a text file. They follow each other, with BOS before and EOS after each as add_bos and
-    add_eos say, and blocks are cut from that stream: attention crosses document borders. Line ends
-    become LF; a byte order mark is dropped; all other text stays as it is.
+    add_eos say, and blocks are cut from that stream: attention crosses document borders, unless
+    `packing_strategy` is "bfd". Line ends become LF; a byte order mark is dropped; all other text
+    stays as it is.
+
+    Conversations. Tables without the column of text may have `messages`, `prompt` and `completion`,
+    or Alpaca's `instruction`, `input` and `output`: see chat.py.
 
     Held-out splits. Where `test` is None, it is the last `test_fraction` of every source of
     `train`: of a text file's bytes, from the first start of a line in it; of the rows of a table,
@@ -58,8 +66,8 @@ class TextDataModule(LabelledDataModule):
     Args:
         train: files, folders, globs, or "hf:NAME[:config[:split]]"; None: the built-in sample,
             370 KB of English that come with CPython. Files ending in .jsonl, .ndjson or .json have
-            an object a line, .parquet a table, all others are UTF-8 text; .gz, .bz2 and .xz are
-            unpacked. A folder that `datasets` has written is one source.
+            an object a line, .parquet, .csv and .tsv a table, all others are UTF-8 text; .gz, .bz2
+            and .xz are unpacked. A folder that `datasets` has written is one source.
         val: the same, to choose on; None: held out of `train`.
         test: the same, to report; None: held out of `train`.
         tokenizer: a folder, a hub name, a .gguf file; "bpe:2048", a byte-level BPE of that size
@@ -77,6 +85,13 @@ class TextDataModule(LabelledDataModule):
         cache_dir: for tokens; None: mmpreproj/tokens in $XDG_CACHE_HOME, or in ~/.cache.
         max_train_tokens: train on so many tokens at most, in blocks evenly spread over the split.
         drop_last: leave out the last, smaller training batch of an epoch.
+        packing_strategy: "wrapped", blocks are cut from the stream; "bfd", documents are laid into
+            blocks by best fit and do not see each other, and batches have "position_ids", too.
+        probabilities: of the names in `train`, the part of each in the training blocks; None: all
+            that there is.
+        completion_only_loss: of conversations with a prompt, only the completion counts; None: yes.
+        assistant_only_loss: of messages, only the assistant's count.
+        chat_template_path: a file with the chat template; None: the tokenizer's.
     """
 
     gives = "text"
@@ -100,6 +115,11 @@ class TextDataModule(LabelledDataModule):
         cache_dir: str | None = None,
         max_train_tokens: int | None = None,
         drop_last: bool = True,
+        packing_strategy: Literal["wrapped", "bfd"] = "wrapped",
+        probabilities: list[float] | None = None,
+        completion_only_loss: bool | None = None,
+        assistant_only_loss: bool = False,
+        chat_template_path: str | None = None,
     ):
         super().__init__(batch_size, eval_batch_size, num_workers, drop_last)
         if block_size < 1:
@@ -115,6 +135,21 @@ class TextDataModule(LabelledDataModule):
             )
         if tokenizer is not None and tokenizer.startswith(BPE_PREFIX):
             bpe_size(tokenizer)
+        if packing_strategy not in ("wrapped", "bfd"):
+            raise ValueError(f"packing_strategy is 'wrapped' or 'bfd', got {packing_strategy!r}")
+        if probabilities is not None:
+            n = len(train) if isinstance(train, list) else 1
+            if (
+                len(probabilities) != n
+                or min(probabilities) <= 0
+                or abs(sum(probabilities) - 1) > 1e-6
+            ):
+                raise ValueError(
+                    f"probabilities are one above 0 for each of the {n} names in train, 1 in all, "
+                    f"got {probabilities}"
+                )
+            if max_train_tokens is not None:
+                raise ValueError("give probabilities or max_train_tokens, not both")
         self.names = {"train": train, "val": val, "test": test}
         fractions = {"val": val_fraction, "test": test_fraction}
         self.held_out = {s: part for s, part in fractions.items() if self.names[s] is None}
@@ -129,7 +164,12 @@ class TextDataModule(LabelledDataModule):
         self.add_eos = add_eos
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._tokenizer_name: str | None = None
-        self._tokens: dict[str, TokenFile] = {}
+        self.packing_strategy = packing_strategy
+        self.probabilities = probabilities
+        self.completion_only_loss = completion_only_loss
+        self.assistant_only_loss = assistant_only_loss
+        self.chat_template_path = chat_template_path
+        self._tokens: dict[tuple[str, int | None], TokenFile] = {}
 
     # The tokenizer
 
@@ -166,95 +206,9 @@ class TextDataModule(LabelledDataModule):
         """Whether one was set, or the settings name one."""
         return self._tokenizer is not None or self.tokenizer_source is not None
 
-    # Splits of the text
-
-    @cached_property
-    def ranges(self) -> dict[str, list[tuple[Source, int, int]]]:
-        """What each split takes of which sources.
-
-        The first use reads every file once from end to end, for the hash of its content.
-
-        Raises:
-            ValueError: where two splits would be the same text; this and others as `open_sources`.
-        """
-        ranges: dict[str, list[tuple[Source, int, int]]] = {split: [] for split in SPLITS}
-        val, test = (self.held_out.get(split, 0.0) for split in ("val", "test"))
-        for source in open_sources(self.names["train"], self.text_key):
-            ends = (0, source.cut(1.0 - test - val), source.cut(1.0 - test), source.size)
-            for split, start, end in zip(SPLITS, ends[:-1], ends[1:], strict=True):
-                if start < end:
-                    ranges[split].append((source, start, end))
-        for split in ("val", "test"):
-            if self.names[split] is not None:
-                own = open_sources(self.names[split], self.text_key)
-                ranges[split] = [(source, 0, source.size) for source in own]
-        seen: dict[str, tuple[str, Source]] = {}
-        for split in SPLITS:
-            for source, _, _ in ranges[split]:
-                other, first = seen.setdefault(source.digest, (split, source))
-                if other != split and source is not first:
-                    raise ValueError(
-                        f"{source.name} of the {split} split has the content of {first.name} of "
-                        f"the {other} split: name different text"
-                    )
-        return ranges
-
-    def require(self, split: str) -> None:
-        """Raises: ValueError, with what to do, if a split has no text."""
-        if split not in SPLITS:
-            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-        if self.ranges[split]:
-            return
-        if split == "train":
-            raise ValueError(
-                f"there is no text to train on: all of {self._told('train')} is held out. Give "
-                "more text, or lower val_fraction and test_fraction"
-            )
-        for source, start, end in self.ranges["train"]:
-            next(source.pieces(start, end), None)  # what is no text at all says so, first
-        raise ValueError(
-            f"there is no text for the {split} split: {split}_fraction={self.held_out[split]} of "
-            f"the training text ({self._told('train')}) holds no line or row. Name text with "
-            f"{split}, or raise {split}_fraction"
-        )
-
-    def _told(self, split: str) -> str:
-        """The text of a split for a message, or all text where it has none."""
-        ranges = self.ranges[split] or itertools.chain(*self.ranges.values())
-        return listed(dict.fromkeys(source.name for source, _, _ in ranges), most=3)
-
-    def has_split(self, split: str) -> bool:
-        """Whether the settings have such a split.
-
-        Raises: ValueError if they do, but there is no text for it.
-        """
-        if self.held_out.get(split) == 0.0:
-            return False
-        self.require(split)
-        return True
-
     def split_size(self, split: str) -> int:
         """Blocks of a split, without padding."""
         return len(self.dataset(split)) if self.has_split(split) else 0
-
-    def pieces(self, split: str) -> Iterator[Piece]:
-        """The text of a split, as it is tokenised."""
-        for source, start, end in self.ranges[split]:
-            yield from source.pieces(start, end)
-
-    def documents(self, split: str) -> Iterator[str]:
-        """The text of a split, document by document."""
-        self.require(split)
-        texts: list[str] = []
-        for piece in self.pieces(split):
-            texts.append(piece.text)
-            if piece.ends:
-                yield "".join(texts)
-                texts = []
-
-    def identity(self, split: str) -> list[Any]:
-        """What decides a split's text: the content of the sources, and the range of each."""
-        return [[*source.identity, start, end] for source, start, end in self.ranges[split]]
 
     # Tokens
 
@@ -262,7 +216,8 @@ class TextDataModule(LabelledDataModule):
         """Tokenises what is not in the cache, on one process (where the tokenizer is known)."""
         if self.has_tokenizer:
             for split in self._needed():
-                self._tokenised(split)
+                for part in self._parts(split):
+                    self._tokenised(split, part)
 
     def setup(self, stage: str | None = None) -> None:
         """Finds the text, and its tokens where the tokenizer is known: faults show at the start."""
@@ -271,46 +226,60 @@ class TextDataModule(LabelledDataModule):
             print(f"training text: {listed(names, 3)}", flush=True)
         for split in self._needed():
             if self.has_tokenizer:
-                self.tokens(split)
+                for part in self._parts(split):
+                    self.tokens(split, part)
 
     def _needed(self) -> list[str]:
         function = str(self.trainer.state.fn or "fit") if self.trainer else "fit"
         one = {"validate": "val", "test": "test"}.get(function.rsplit(".", 1)[-1].lower())
         return [split for split in ([one] if one else SPLITS) if self.has_split(split)]
 
-    def tokens(self, split: str) -> TokenFile:
+    def _parts(self, split: str) -> list[int | None]:
+        """What of a split is tokenised by itself: all of it, or each of the names in `train`."""
+        mixed = split == "train" and self.probabilities is not None
+        return [*range(len(self.probabilities))] if mixed else [None]
+
+    def tokens(self, split: str, part: int | None = None) -> TokenFile:
         """The tokens of a split, tokenised first if they are not in the cache.
 
         Of several processes, which all have to call this, the first does the work.
 
         Raises: ValueError without a tokenizer, and where the split has no text.
         """
-        if split not in self._tokens:
+        if (split, part) not in self._tokens:
             world, rank = self._world()
             if world > 1:
                 try:
                     if rank == 0:
-                        self._tokenised(split)
+                        self._tokenised(split, part)
                 finally:
                     self.trainer.strategy.barrier()
-            self._tokens[split] = self._tokenised(split)
-        return self._tokens[split]
+            self._tokens[split, part] = self._tokenised(split, part)
+        return self._tokens[split, part]
 
-    def _tokenised(self, split: str) -> TokenFile:
+    def _tokenised(self, split: str, part: int | None) -> TokenFile:
         self.require(split)
         bos, eos = borders(self.tokenizer, self.add_bos, self.add_eos)
+        ranges = self._ranges_of(split, part)
         about = {
             "version": VERSION,
             "tokenizer": tokenizer_hash(self.tokenizer),
-            "sources": self.identity(split),
+            "sources": self.identity(split, part),
         }
+        answers = None
+        if any(isinstance(source, Chats) for source, _, _ in ranges):
+            loss = (self.completion_only_loss, self.assistant_only_loss)
+            path = self.chat_template_path
+            template = Path(path).expanduser().read_text(encoding="utf-8") if path else None
+            answers = Answers(self.tokenizer, bos, eos, template, *loss)
+            about["chat"] = [answers.template, *loss]
         folder = self.cache_dir / _digest([about, bos, eos])
         about["tokenizer_name"] = self._tokenizer_name
-        total = sum(end - start for _, start, end in self.ranges[split])
-        how = (self.tokenizer, bos, eos, about, f"tokens of the {split} split", total)
-        return tokens_of(folder, self.pieces(split), *how)
+        total = sum(end - start for _, start, end in ranges)
+        how = (self.tokenizer, bos, eos, about, f"tokens of the {split} split", total, answers)
+        return tokens_of(folder, self.pieces(split, part), *how)
 
-    def dataset(self, split: str, n_padding: int = 0) -> TokenBlocks:
+    def dataset(self, split: str, n_padding: int = 0) -> TokenBlocks | Mixture:
         """The blocks of "train", "val" or "test".
 
         n_padding: blocks without targets to add.
@@ -318,16 +287,25 @@ class TextDataModule(LabelledDataModule):
         whole, most = split == "train", None
         if whole and self.max_train_tokens is not None:
             most = self.max_train_tokens // self.block_size
-        tokens = self.tokens(split)
-        blocks = TokenBlocks(tokens, self.block_size, whole, n_padding, most)
-        if not blocks.n_blocks:
-            needed = self.block_size + 1 if whole else 2
+        kind = PackedDocuments if self.packing_strategy == "bfd" else TokenBlocks
+        how = (self.block_size, whole, n_padding, most)
+        parts = [kind(self.tokens(split, part), *how) for part in self._parts(split)]
+        for part, blocks in zip(self._parts(split), parts, strict=True):
+            if not blocks.n_blocks:
+                needed = self.block_size + 1 if whole and kind is TokenBlocks else 2
+                name = self._told(split) if part is None else self.names["train"][part]
+                raise ValueError(
+                    f"the {split} split has {blocks.tokens.n_tokens} tokens, fewer than the "
+                    f"{needed} of one block (block_size={self.block_size}) and what follows it: "
+                    f"give more text than {name}, or a smaller --data.block_size"
+                )
+        if parts[1:]:
+            parts = [Mixture(parts, self.probabilities)]
+        if not len(parts[0]):
             raise ValueError(
-                f"the {split} split has {tokens.n_tokens} tokens, fewer than the {needed} of one "
-                f"block (block_size={self.block_size}) and what follows it: give more text than "
-                f"{self._told(split)}, or a smaller --data.block_size"
+                f"probabilities={self.probabilities} of what there is make up no whole block"
             )
-        return blocks
+        return parts[0]
 
     # Loaders (the rest: LabelledDataModule)
 
@@ -348,8 +326,14 @@ class TextDataModule(LabelledDataModule):
             files = {s: [source.name for source, _, _ in self.ranges[s]] for s in SPLITS}
         settings = ("add_bos", "add_eos", "block_size", "val_fraction", "test_fraction")
         settings += ("text_key", "max_train_tokens")
+        settings += ("packing_strategy", "probabilities", "completion_only_loss")
+        settings += ("assistant_only_loss", "chat_template_path")
         facts: dict[str, Any] = {"name": type(self).__name__, "files": files, "tokenizer": None}
         facts |= {name: getattr(self, name) for name in settings}
+        held_out = {split: self.held_out.get(split) for split in ("val", "test")}
+        facts |= {f"{split}_fraction": fraction for split, fraction in held_out.items()}
+        sizes = {split: getattr(self.datasets.get(split), "n_targets", None) for split in SPLITS}
+        facts["n_targets"] = sizes
         if self._tokenizer is not None:
             bos, eos = borders(self._tokenizer, self.add_bos, self.add_eos)
             facts["add_bos"], facts["add_eos"] = bos is not None, eos is not None
@@ -358,11 +342,15 @@ class TextDataModule(LabelledDataModule):
                 "vocab_size": number_of_ids(self._tokenizer),
                 "hash": tokenizer_hash(self._tokenizer),
             }
-        counts = ("n_documents", "n_tokens", "n_words", "n_bytes")
         for split in SPLITS:
-            tokens = self._tokens.get(split)
-            facts[split] = {name: tokens.header[name] if tokens else None for name in counts}
-        if self.max_train_tokens is not None and "train" in self._tokens:
+            found = [
+                self._tokens[split, p] for p in self._parts(split) if (split, p) in self._tokens
+            ]
+            facts[split] = {
+                name: sum(tokens.header[name] for tokens in found) if found else None
+                for name in ("n_documents", "n_tokens", "n_words", "n_bytes")
+            }
+        if self.max_train_tokens is not None and ("train", None) in self._tokens:
             facts["train"]["n_tokens_used"] = len(self.dataset("train")) * self.block_size
         return facts
 

@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
+from mmpreproj.data.text.chat import Chat, is_chat, text_of
 from mmpreproj.data.text.table_rows import (
     BOM,
     JSON_LINES,
@@ -56,11 +57,13 @@ _PLACES = re.compile(r"(?s).*\S(?= [^\W\d_])"), re.compile(r"(?s).*\S\n(?=[^\W\d
 
 
 class Piece(NamedTuple):
-    """Some text of a document: `ends` with its last piece. `read`: the bytes or rows that it is."""
+    """Some text of a document: `ends` with its last piece. `read`: the bytes or rows that it is.
+    `chat`: the conversation that the document is, where it is one."""
 
     text: str
     ends: bool
     read: int
+    chat: Chat | None = None
 
 
 class TextFile:
@@ -88,6 +91,7 @@ class Sample:
     """English prose that is always there, with a document for each topic; cut like a text file."""
 
     name = "the built-in sample (pydoc_data.topics)"
+    part = 0
 
     def __init__(self) -> None:
         self.texts = [text.encode() for text in sample_documents()]
@@ -137,7 +141,10 @@ class Column:
         key = self.text_key
         if key not in row:
             found = sorted(map(str, row))
-            raise ValueError(f"{place}: no {key!r} there, found {found}; name it with text_key")
+            raise ValueError(
+                f"{place}: no {key!r} there, found {found}; name it with text_key (or have "
+                "messages, prompt and completion, or instruction and output)"
+            )
         text = row[key]
         if not isinstance(text, str):
             raise ValueError(f"{place}: {key!r} is {kind(text)}, where text is expected")
@@ -151,11 +158,29 @@ class Column:
         return text
 
 
+class Chats(Column):
+    """Conversations, one a row of a table: see chat.py."""
+
+    def pieces(self, start: int, end: int) -> Iterator[Piece]:
+        for place, row in self.table.rows(start, end):
+            chat = Chat(place, row)
+            yield Piece(text_of(chat), True, 1, chat)
+
+    def _check(self, place: str, row: dict[str, Any]) -> str:
+        return text_of(Chat(place, row))
+
+
+def _of_table(table: Table, text_key: str) -> Column:
+    first = next((row for _, row in table.rows(0, 1)), {})
+    return (Chats if text_key not in first and is_chat(first) else Column)(table, text_key)
+
+
 Source = TextFile | Sample | Column
 
 
 def open_sources(names: str | Sequence[str] | None, text_key: str) -> list[Source]:
-    """The sources that files, folders, globs and "hf:NAME[:config[:split]]" stand for.
+    """The sources that files, folders, globs and "hf:NAME[:config[:split]]" stand for; `part` of
+    each is the number of its name.
 
     Folders are searched to any depth, in the order of their names; what starts with a dot is left
     out, and so are files whose names are not those of text (IN_FOLDERS, also packed: .gz, .bz2,
@@ -171,13 +196,14 @@ def open_sources(names: str | Sequence[str] | None, text_key: str) -> list[Sourc
         return [Sample()]
     sources: list[Source] = []
     seen: set[str] = set()
-    for name in [names] if isinstance(names, str) else names:
+    for part, name in enumerate([names] if isinstance(names, str) else names):
         for path in [name] if name.startswith("hf:") else find_files(name):
             if (real := os.path.realpath(path)) in seen:
                 raise ValueError(f"{path} is named twice in {names!r}")
             seen.add(real)
             table = open_table(path)
-            sources.append(TextFile(path) if table is None else Column(table, text_key))
+            sources.append(TextFile(path) if table is None else _of_table(table, text_key))
+            sources[-1].part = part
     if not sources:
         raise ValueError(f"no text was named: {names!r}")
     return sources
