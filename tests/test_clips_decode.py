@@ -277,12 +277,13 @@ def test_where_the_data_are_damaged_frames_are_still_those_of_a_sequential_decod
         packet = packets[number]
         data[packet.pos + int(rng.integers(packet.size // 3, packet.size - 1))] ^= 255
     path.write_bytes(data)
-    expected, fails = [], False
+    expected, made_up, fails = [], [], False
     try:
         with av.open(str(path)) as file:
             file.streams.video[0].thread_count = 1  # slices in threads hide damage differently
             for frame in file.decode(video=0):
                 expected.append(frame.to_ndarray(format="rgb24"))
+                made_up.append(frame.is_corrupt)
     except av.FFmpegError:
         fails = True
         with pytest.raises(UnreadableVideo, match=f"damaged after frame {len(expected)} of"):
@@ -294,8 +295,45 @@ def test_where_the_data_are_damaged_frames_are_still_those_of_a_sequential_decod
     for i, frame in enumerate(expected):
         try:
             assert np.array_equal(read_frames(path, [i])[0], frame), i
+            assert not made_up[i]
         except UnreadableVideo:
-            assert fails
+            assert fails or made_up[i]
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mkv", "ts"])
+def test_a_file_that_breaks_off_has_the_frames_before_that(tmp_path, suffix):
+    index_first = {"movflags": "faststart"} if suffix == "mp4" else {}
+    in_order = {"x264-params": "bframes=0"}
+    path = write_clip(tmp_path / f"a.{suffix}", 40, options=in_order, container_options=index_first)
+    expected, data = reference_frames(path), path.read_bytes()
+    numbers = []
+    for size in range(len(data) * 3 // 4, len(data), 97):
+        path.write_bytes(data[:size])
+        n = probe(path).n_frames
+        numbers.append(n)
+        found = read_frames(path, [0, n // 2, n - 1])
+        for frame, i in zip(found, (0, n // 2, n - 1), strict=True):
+            assert number_of(frame) == i and (i or np.array_equal(frame, expected[0]))
+    assert numbers == sorted(numbers) and len(set(numbers)) > 5
+
+
+@pytest.mark.parametrize("decoder", ["auto", "decord"])
+def test_of_several_video_streams_the_default_one_is_read(tmp_path, decoder):
+    if decoder == "decord":
+        pytest.importorskip("decord")
+    path = tmp_path / "two.mp4"
+    with av.open(str(path), "w") as out:
+        streams = [out.add_stream("libx264", rate=10) for _ in range(2)]
+        for stream, default in zip(streams, (0, av.stream.Disposition.default), strict=True):
+            stream.width = stream.height = 64
+            stream.pix_fmt, stream.disposition = "yuv420p", default
+        for i in [200, 201, *range(12)]:  # a preview, and the film
+            frame = av.VideoFrame.from_ndarray(counter_frame(i), format="rgb24")
+            out.mux(streams[i < 200].encode(frame))
+        for stream in streams:
+            out.mux(stream.encode())
+    found = read_frames(path, lambda n: range(n), decoder)
+    assert [number_of(frame) for frame in found] == list(range(12))
 
 
 def test_a_song_with_a_cover_picture_is_not_a_video(tmp_path):

@@ -279,3 +279,19 @@ def test_warnings_about_unreadable_images_stop_at_twenty(tree):
         dataset[0]
     assert len(caught) == 20 and "without a message" in str(caught[-1].message)
     assert int(dataset.bad.sum()) == 40
+
+
+# What is told
+
+
+def test_images_beside_class_folders_and_a_single_class_are_told(tree):
+    fill(tree / "train", 2)
+    with pytest.warns(UserWarning, match="2 images lie in .*train' beside its class folders"):
+        data = module(tree)
+        data.setup("fit")
+    assert data.describe()["n_train"] + data.describe()["n_val"] == 40
+    assert data.describe()["val_fraction"] and data.describe()["val_split"] is None
+    for split in ("train", "val"):
+        fill(tree / "one" / split / "a", 4)
+    with pytest.warns(UserWarning, match=r"train has one class \(class: 'a'\)"):
+        module(tree / "one").setup("validate")

@@ -211,6 +211,10 @@ def test_perplexities_compare_only_where_they_can():
     assert perplexity_ratio(a, perplexity(uniform(), text), "token") == 1.0
     with pytest.raises(ValueError, match="not the same text: 14 bytes.*13"):
         perplexity_ratio(a, perplexity(uniform(), text[1:]), "byte")
+    # the same text behind a first token of one byte, and of two
+    merged = perplexity(Scorer(bigram_model(torch.ones(330, 330)), byte_tokenizer(merges=60)), text)
+    with pytest.raises(ValueError, match="of the same text another part counts .*first token"):
+        perplexity_ratio(a, merged, "byte")
     with pytest.raises(ValueError, match="unit must be one of token, word, byte"):
         perplexity_ratio(a, b, "character")
 

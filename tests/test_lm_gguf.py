@@ -7,7 +7,9 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 import weakref
+from pathlib import Path
 
 import pytest
 
@@ -227,6 +229,16 @@ def test_a_damaged_gguf_file_is_an_error_that_names_it(tmp_path):
     path.write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(ValueError, match=r"damaged\.gguf cannot be read as a GGUF model"):
         load_language_model(path)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.6, 0.9, 0.999])
+def test_a_cut_gguf_file_is_told_at_once(gguf_file, tmp_path, share):
+    content = Path(gguf_file[0]).read_bytes()
+    (path := tmp_path / "cut.gguf").write_bytes(content[: int(share * len(content))])
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="cut.gguf cannot be read as a GGUF model: it is cut: its"):
+        load_language_model(path)
+    assert time.monotonic() - started < 5
 
 
 def test_a_package_is_searched_without_being_imported(tmp_path, monkeypatch):

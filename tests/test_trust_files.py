@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from mmpreproj.analysis.records import read_record, read_yaml
+from mmpreproj.data.video import read_videos
 from mmpreproj.files import parse_json
 from mmpreproj.messages import about, short
 from mmpreproj.training import load_run
@@ -208,3 +209,27 @@ def test_errors_about_a_file_name_it_once():
         with pytest.raises(type(error)), about("f"):
             raise error
     assert len(short("x" * 10**6)) < 100 and len(short([10**400] * 1000)) < 1000
+
+
+# Lists of videos
+
+
+@pytest.mark.parametrize(
+    "text, columns, told",
+    [
+        ("a.mp4,20000000000000000000", None, "class numbers .* run from 20000000000000000000"),
+        ("path,label\na.mp4,20000000000000000000", None, "from 0 to 100000 are expected"),
+        (
+            "youtube_id,time_start,time_end,label\n../../x,1,2,a",
+            None,
+            "line 2: youtube_id '../../x'",
+        ),
+        ("youtube_id,time_start,time_end,label\n/x,1,2,a", None, "name a file in another folder"),
+        ("youtube_id,time_start,time_end,label\nx,1e400,2,a", None, "time_start and time_end"),
+        ("path,a.b\nx.mp4,1", ["a.b"], r"label_columns \['a.b'\] .* a dot"),
+    ],
+)
+def test_a_list_that_is_none_is_named(text, columns, told, tmp_path):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path}/a.csv.*{told}"):
+        read_videos(tmp_path / "a.csv", tmp_path, columns)

@@ -135,6 +135,15 @@ class FolderSource(FileList):
                 f"those of {items}, for example {min(ignored)!r}",
                 stacklevel=2,
             )
+        with os.scandir(folder) as entries:
+            kinds = {e.name: os.path.splitext(e.name)[1].lower() for e in entries if e.is_file()}
+        loose = [name for name in kinds if name[0] != "." and kinds[name] in extensions]
+        if loose:
+            warnings.warn(
+                f"{len(loose)} {items} lie in {folder!r} beside its class folders, and are left "
+                f"out, for example {min(loose)!r}",
+                stacklevel=2,
+            )
         targets = np.repeat(np.arange(len(classes)), sizes)[:, None]
         super().__init__(folder, {"class": classes}, targets, encoded(paths), folder)
 

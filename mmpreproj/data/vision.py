@@ -98,6 +98,13 @@ class VisionDataModule(LabelledDataModule):
             train = self.open("train")
             if self._label_sets is None:
                 self._label_sets = {name: [*names] for name, names in train.label_sets.items()}
+            for name, known in self.label_sets.items():
+                if len(known) == 1:
+                    warnings.warn(
+                        f"{train.origin} has one class ({name}: {known[0]!r}): whatever a model "
+                        "learns, all that it says of it will be right",
+                        stacklevel=2,
+                    )
             train, kept, targets = self._whole(train, "train")
             if self.splits["val"] is not None:
                 self._parts["val"] = self._whole(self.open("val"), "val")
@@ -192,6 +199,7 @@ class VisionDataModule(LabelledDataModule):
             **{f"n_{split}": self.split_size(split) for split in SPLITS},
             "val_fraction": self.val_fraction if held_out else None,
             "split_seed": self.split_seed if held_out else None,
+            "val_split": self.splits["val"],
             "n_unreadable": {split: len(names) for split, names in bad.items()},
             "unreadable": {split: names[:20] for split, names in bad.items()},
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import itertools
 import math
 import re
@@ -184,6 +185,7 @@ def perplexity(
             for unit, n in counts.items()
         },
         "n_texts": len(texts),
+        "text": hashlib.blake2b("\0".join(texts).encode(), digest_size=16).hexdigest(),
         "window": window,
         "stride": stride,
         "first_token_counts": bool(bos),
@@ -197,7 +199,7 @@ def perplexity_ratio(a: dict[str, Any], b: dict[str, Any], unit: Unit = "byte") 
     Raises:
         ValueError: they cannot be compared: the unit is the token and the tokenizers differ; the
             windows, the strides or whether the first token counts differ; or the numbers of words
-            or bytes differ, so it was not the same text, or there are none.
+            or bytes differ (another text, or another first token), or there are none.
     """
     if unit not in UNITS:
         raise ValueError(f"unit must be one of {', '.join(UNITS)}, found {unit!r}")
@@ -215,7 +217,13 @@ def perplexity_ratio(a: dict[str, Any], b: dict[str, Any], unit: Unit = "byte") 
             )
     n, other = (result[f"{unit}_perplexity"]["n"] for result in (a, b))
     if n != other:
-        raise ValueError(f"not the same text: {n} {unit}s on one side, {other} on the other")
+        why = "not the same text"
+        if a.get("text", 0) == b.get("text", 1):
+            why = (
+                "of the same text another part counts (not the first token, which nothing "
+                "predicts: score it behind BOS, by Scorer(add_bos=True))"
+            )
+        raise ValueError(f"{why}: {n} {unit}s on one side, {other} on the other")
     if not n:
         raise ValueError(f"the text has no {unit}s that count")
     # not of the two values: a perplexity may be more than a float can hold

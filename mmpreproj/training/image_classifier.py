@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,13 @@ from mmpreproj.backbones import building
 from mmpreproj.data.loaders import Answers
 from mmpreproj.messages import listed
 from mmpreproj.preproj import PreProjConfig
-from mmpreproj.training.metrics import EvaluationMetrics, class_rows, metrics_of, percent
+from mmpreproj.training.metrics import (
+    EvaluationMetrics,
+    class_rows,
+    metrics_of,
+    percent,
+    unreadable_rows,
+)
 from mmpreproj.training.recipe import (
     MixConfig,
     Mixer,
@@ -150,6 +157,13 @@ class ImageClassifier(TrainedModule):
         )
         if h.freeze_base:
             building.freeze(model)
+            own = {"image_weights", "checkpoint_path"} & {*(h.model_args or ())}
+            if self._trainer is not None and not (h.pretrained or h.weights or own or resumes):
+                warnings.warn(
+                    f"freeze_base freezes random weights of {h.model}: give pretrained: true, or "
+                    "weights",
+                    stacklevel=2,
+                )
         if h.grad_checkpointing:
             if not hasattr(model, "set_grad_checkpointing"):
                 raise ValueError(f"grad_checkpointing: {h.model} does not support it")
@@ -281,7 +295,6 @@ class ImageClassifier(TrainedModule):
         return metrics_of(result)
 
     def headline(self, metrics: dict[str, Any]) -> list[list[str]]:
-        return [
-            ["test top-1 (95 % interval)", percent(metrics.get("top1"))],
-            ["test top-5", percent(metrics.get("top5"))],
-        ]
+        top1, top5 = metrics.get("top1"), metrics.get("top5")
+        rows = [["test top-1 (95 % interval)", percent(top1)], ["test top-5", percent(top5)]]
+        return rows + unreadable_rows(top1, metrics)

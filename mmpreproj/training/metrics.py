@@ -18,6 +18,7 @@ from mmpreproj.analysis.records import proportion
 from mmpreproj.data.targets import decode
 
 __all__ = ["EXACT", "EvaluationMetrics", "Sums", "class_rows", "finite", "metrics_of", "percent"]
+__all__ += ["unreadable_rows"]
 
 # The dtype of sums: not the model's, in which n would stop at 256 (bfloat16).
 EXACT = torch.float32 if torch.backends.mps.is_available() else torch.float64
@@ -128,3 +129,9 @@ def percent(figure: dict[str, Any] | None) -> str:
 def finite(value: float | None) -> float | None:
     """The number; None for what is missing or not finite."""
     return value if value is not None and math.isfinite(value) else None
+
+
+def unreadable_rows(first: dict[str, Any] | None, metrics: dict[str, Any]) -> list[list[str]]:
+    """How many of the items of a figure were unreadable: they count as wrong, and have no loss."""
+    n = first["n"] - metrics["loss"]["n"] if first else 0
+    return [["  of them unreadable, so wrong", f"{n:,}"]] if n else []

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from mmpreproj.analysis.records import proportion
 from mmpreproj.data.loaders import Answers
 from mmpreproj.training.image_classifier import ImageClassifier
-from mmpreproj.training.metrics import EvaluationMetrics, Sums, class_rows, metrics_of, percent
+from mmpreproj.training.metrics import (
+    EvaluationMetrics,
+    Sums,
+    class_rows,
+    metrics_of,
+    percent,
+    unreadable_rows,
+)
 
 __all__ = ["VideoClassifier", "output_names", "retimed"]
 
@@ -222,10 +229,7 @@ class VideoClassifier(ImageClassifier):
 
     def headline(self, metrics: dict[str, Any]) -> list[list[str]]:
         rows = [[f"test top-1{label}", percent(f)] for label, f in _accuracies(metrics)]
-        first = _accuracies(metrics)[0][1]
-        if first and metrics["loss"]["n"] < first["n"]:
-            unreadable = first["n"] - metrics["loss"]["n"]
-            rows.append(["  of them unreadable, so wrong", f"{unreadable:,}"])
+        rows += unreadable_rows(_accuracies(metrics)[0][1], metrics)
         for name, control in (metrics.get("controls") or {}).items():
             rows += [[f"frames {name}{label}", percent(f)] for label, f in _accuracies(control)]
             if "opposite" in control:

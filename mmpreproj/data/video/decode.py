@@ -10,7 +10,8 @@ the last sampled one; stretches between key frames in which nothing is sampled a
 only sampled frames are converted to RGB. In H.264, frames that no other frame refers to are not
 decoded either, unless they are sampled. Files whose packets do not say surely which frame is
 which (AVI, missing or repeated timestamps, codecs with hidden frames) and files in which an error
-is met are decoded from the start and counted. What cannot be seen this way is damage elsewhere in a
+is met are decoded from the start and counted. A file that breaks off has the frames before that.
+What cannot be seen this way is damage elsewhere in a
 file that makes the decoder leave out frames: those are counted as if they were there.
 """
 
@@ -171,17 +172,17 @@ class VideoFile:
             container.close()
             what = f"no video stream that can be decoded (there is {', '.join(kinds)})"
             raise _fault(self.path, what)
-        streams[0].codec_context.thread_count = self.threads
-        return container, streams[0]
+        best = container.streams.best("video")  # FFmpeg's choice, and decord's: the default one
+        stream = best if best in streams else streams[0]
+        stream.codec_context.thread_count = self.threads
+        return container, stream
 
     def _scan(self) -> None:
         """Reads all packets; finds out if they tell which frame is which."""
         packets, pts, self.times, keys = [], [], [], []
         held, tidy = 0, True
         try:
-            for packet in self.container.demux(self.stream):
-                if packet.size == 0:
-                    continue  # the mark of the end
+            for packet in whole(self.container.demux(self.stream)):
                 held += packet.size
                 if held <= MAX_HELD:
                     packets.append(packet)
@@ -286,7 +287,7 @@ class VideoFile:
             return
         container, stream = self._open()
         with container:
-            yield from itertools.islice((p for p in container.demux(stream) if p.size), start, stop)
+            yield from itertools.islice(whole(container.demux(stream)), start, stop)
 
     def in_order(self) -> Iterator[av.VideoFrame]:
         """All frames, from the start. Raises: UnreadableVideo at the first that fails."""
@@ -294,9 +295,10 @@ class VideoFile:
         n = 0
         with container:
             try:
-                for frame in container.decode(stream):
-                    yield frame
-                    n += 1
+                for packet in itertools.chain(whole(container.demux(stream)), [None]):
+                    for frame in stream.codec_context.decode(packet):
+                        yield frame
+                        n += 1
             except Exception as error:
                 what = f"damaged after frame {n} of {self.n_frames or 'an unknown number'}"
                 raise _fault(self.path, what, error) from error
@@ -315,12 +317,15 @@ class VideoFile:
                     frames = None
         self.n_frames = n
         wanted = self._resolve(indices, n)
+        found = dict(enumerate(frames or ()))
         if frames is None:
             chosen, last = set(wanted), max(wanted) + 1
             in_order = itertools.islice(enumerate(self.in_order()), last)
             found = {i: frame for i, frame in in_order if i in chosen}
-            return self._to_rgb([found[i] for i in wanted], wanted)
-        return self._to_rgb([frames[i] for i in wanted], wanted)
+        for i in wanted:
+            if found[i].is_corrupt:
+                raise _fault(self.path, f"frame {i} is damaged, and what it shows is made up")
+        return self._to_rgb([found[i] for i in wanted], wanted)
 
     # Pixels
 
@@ -365,6 +370,18 @@ def turning(frame: av.VideoFrame) -> Callable[[np.ndarray], np.ndarray]:
 
 
 # Files
+
+
+def whole(packets: Iterator[av.Packet]) -> Iterator[av.Packet]:
+    """Those with data; without the last one, if the file breaks off in it."""
+    short = None
+    for packet in packets:
+        if packet.size:  # else it marks the end
+            if short is not None:
+                yield short
+            short = packet if packet.is_corrupt else None
+            if short is None:
+                yield packet
 
 
 def check_file(path: str) -> None:

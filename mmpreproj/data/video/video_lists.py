@@ -192,6 +192,11 @@ def _columns(
     absent = [name for name in label_columns if name.lower() not in columns]
     if absent:
         raise ValueError(f"{file}, line {number}: no columns {absent} among {short(fields)}")
+    if dotted := [name for name in label_columns if "." in name]:
+        raise ValueError(
+            f"{file}, line {number}: label_columns {dotted} name label sets, whose names cannot "
+            "have a dot, since settings are told apart by it: give the columns other names"
+        )
     return columns, {name: columns[name.lower()] for name in label_columns}
 
 
