@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mmpreproj.files import write_whole
 from mmpreproj.folders import Folder
 from mmpreproj.messages import listed
 
@@ -86,7 +87,7 @@ def add_section(
         lines = [*named, f"library_name: {library}", f"license: {license or 'unknown'}"]
         header = "\n".join(["---", *lines, "tags: [mmpreproj]", "---"])
         card = f"{header}\n\n# {os.path.basename(os.path.abspath(folder))}\n\n{section}"
-    path.write_text(card, encoding="utf-8")
+    write_whole(path, card)
 
 
 def _library(format: str) -> str:
