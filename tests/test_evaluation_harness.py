@@ -191,6 +191,29 @@ def test_the_name_mmpreproj_loads_a_folder_and_an_adapter(tmp_path):
     assert [v for v, _ in found] == pytest.approx([v for v, _ in expected], abs=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*holds a model with mmpreproj's method")
+def test_a_folder_with_the_method_and_an_adapter_alone_are_models_of_the_harnesss_command(tmp_path):
+    tokenizer = byte_tokenizer(merges=60, bos=True)
+    base = random_model("llama", tokenizer, perturbed=False)
+    base.name_or_path = base.config.name_or_path = str(tmp_path / "base")
+    base.save_pretrained(tmp_path / "base")
+    model = random_model("llama", tokenizer)
+    model.load_state_dict(base.state_dict(), strict=False)
+    model.name_or_path = model.config.name_or_path = str(tmp_path / "base")
+    model.save_pretrained(tmp_path / "whole")
+    for name in ("base", "whole"):
+        tokenizer.save_pretrained(tmp_path / name)
+    save(model, tmp_path / "adapter")
+    asked = requests("loglikelihood", *PAIRS[:3])
+    expected = MMPreProjLM(model, tokenizer).loglikelihood(asked)
+    for name in ("whole", "adapter"):
+        words = harness.named(["run", "--model", str(tmp_path / name), "--tasks", "x"])
+        assert words[:4] == ["run", "--model", "mmpreproj", "--model_args"]
+        lm = get_model("mmpreproj").create_from_arg_string(words[4], {"batch_size": 2})
+        assert lm.loglikelihood(asked) == expected
+    assert harness.named(["--model", "hf", "--tasks", "x"]) == ["--model", "hf", "--tasks", "x"]
+
+
 def test_a_peft_folder_serves_as_adapter(tmp_path):
     pytest.importorskip("mmpreproj.backbones.lm")
     peft = pytest.importorskip("peft")

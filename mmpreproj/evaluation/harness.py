@@ -6,15 +6,21 @@
 
 Importing this registers the name `mmpreproj`. The harness's own command takes it this way:
 
-    python -m mmpreproj.evaluation.harness --model mmpreproj \
-        --model_args pretrained=FOLDER,adapter=ADAPTER --tasks hellaswag
+    python -m mmpreproj.evaluation.harness --model FOLDER --tasks hellaswag
+
+FOLDER is a model with the method (of save_pretrained), or an adapter that names its base; in full,
+`--model mmpreproj --model_args pretrained=FOLDER,adapter=ADAPTER`.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 import mmpreproj
@@ -44,7 +50,8 @@ class MMPreProjLM(HFLM):
 
     Args:
         model: a causal language model that is loaded already; or
-        pretrained: what load_language_model takes: a folder, a .gguf file, a name of the hub.
+        pretrained: what load_with_adapter takes: a folder, a .gguf file, a name of the hub, or an
+            adapter folder alone.
         tokenizer: the model's; needed with `model`.
         adapter: a folder of mmpreproj.save, or of PEFT's save_pretrained, with `pretrained`.
         dtype: to load in, with `pretrained`.
@@ -82,7 +89,8 @@ class MMPreProjLM(HFLM):
             raise ValueError("adapter= goes with pretrained=; a model is taken as it is")
         if tokenizer is None:
             raise ValueError("model= needs its tokenizer beside it")
-        if device is not None:
+        # the harness's command says cuda:0 unless told, and means: if there is one
+        if device is not None and (torch.cuda.is_available() or not device.startswith("cuda")):
             model.to(device)
         rows = None if batch_size is None or str(batch_size).startswith("auto") else int(batch_size)
         self.scorer = Scorer(
@@ -128,7 +136,17 @@ class MMPreProjLM(HFLM):
         return super().get_model_info() | ours
 
 
+def named(words: list[str]) -> list[str]:
+    """The harness's arguments, with the class above for a `--model` that is a folder."""
+    for place, (word, value) in enumerate(itertools.pairwise(words)):
+        if word in ("--model", "-M") and Path(value).is_dir():
+            ours = ["--model", "mmpreproj", "--model_args", f"pretrained={value}"]
+            return [*words[:place], *ours, *words[place + 2 :]]
+    return words
+
+
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
+    sys.argv[1:] = named(sys.argv[1:])
     cli_evaluate()
