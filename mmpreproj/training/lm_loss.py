@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from mmpreproj.backbones.lm.lm_head import LMHead, hidden_states, lm_head_of
 
-__all__ = ["head_loss", "lm_loss"]
+__all__ = ["head_loss", "lm_loss", "whole_loss"]
 
 IGNORED = -100
 
@@ -71,11 +71,17 @@ def head_loss(head: LMHead, hidden: Tensor, targets: Tensor) -> tuple[Tensor, in
     n = int(keep.sum())
     if n < targets.numel():
         hidden, targets = hidden[keep], targets[keep]
-    weight, bias = head.weight, head.bias
+    if n == 0:  # a sum of nothing that still has a gradient: zeros
+        exact = torch.promote_types(_compute_dtype(head.weight), torch.float32)
+        return hidden.sum().to(exact) * 0.0, 0
+    return whole_loss(head, hidden, targets), n
+
+
+def whole_loss(head: LMHead, hidden: Tensor, targets: Tensor) -> Tensor:
+    """`head_loss` of rows [N, D] that all have a target."""
+    n, weight, bias = len(targets), head.weight, head.bias
     dtype = _compute_dtype(weight)
     exact = torch.promote_types(dtype, torch.float32)
-    if n == 0:  # a sum of nothing that still has a gradient: zeros
-        return hidden.sum().to(exact) * 0.0, 0
     # Two pieces at least: small batches are not to hold all logits either.
     rows = math.ceil(n / max(2, math.ceil(n * weight.shape[0] / _LOGITS)))
     with torch.autocast(weight.device.type, enabled=False):
@@ -93,11 +99,11 @@ def head_loss(head: LMHead, hidden: Tensor, targets: Tensor) -> tuple[Tensor, in
                 ignore_index=IGNORED,
                 options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows),
             )
-            return nll, n
+            return nll
         # Older versions of torch lack linear_cross_entropy. It has no soft cap, and sums the losses
         # of half-precision inputs in half precision: 2,048 rows in bfloat16 came out 1.8 % off.
         how = ((dtype, exact), (head.multiplier, head.soft_cap), rows, torch.is_grad_enabled())
-        return _ChunkedNLL.apply(hidden, weight, bias, targets, *how), n
+        return _ChunkedNLL.apply(hidden, weight, bias, targets, *how)
 
 
 def _compute_dtype(weight: Tensor) -> torch.dtype:
