@@ -148,10 +148,19 @@ def change_parquet(data: bytes, rng: Random) -> bytes:
     return out.getvalue()
 
 
-def read_text(path: Path) -> None:
-    data = TextDataModule(str(path), tokenizer="bpe:257", block_size=4, batch_size=2)
+def read_text(path: Path, **how: Any) -> None:
+    data = TextDataModule(str(path), tokenizer="bpe:257", block_size=4, batch_size=2, **how)
     data.setup("fit")
     next(iter(data.train_dataloader()))
+
+
+def read_chat(path: Path) -> None:
+    (template := path.parent / "template").write_text(
+        "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    )
+    only = path.read_bytes().startswith(b'{"messages"')
+    how = {"chat_template_path": str(template), "assistant_only_loss": only}
+    read_text(path, packing_strategy="bfd", **how)
 
 
 def read_items(path: Path) -> None:
@@ -275,6 +284,8 @@ KINDS = {
     "text": Kind(sound.texts, change_text, read_text),
     "packed": Kind(sound.packed, change_packed, read_text),
     "jsonl": Kind(sound.rows_of_text, change_lines, read_text),
+    "table": Kind(sound.tables, change_list, read_text),
+    "chat": Kind(sound.chats, change_lines, read_chat),
     "parquet": Kind(sound.parquets, change_parquet, read_text),
     "items": Kind(sound.items, change_lines, read_items),
     "config": Kind(sound.configs, change_yaml, read_config, told=tuple(SETTINGS.split())),

@@ -121,6 +121,23 @@ def rows_of_text(folder: Path) -> list[Path]:
     return written(folder, {"a.jsonl": _lines(rows), "b.json": _lines(rows[:20])})
 
 
+def tables(folder: Path) -> list[Path]:
+    rows = "".join(f'{k},"{WORDS}"\n' for k in range(30))
+    return written(folder, {"a.csv": f"id,text\n{rows}", "b.tsv": f"text\n{rows}"})
+
+
+def chats(folder: Path) -> list[Path]:
+    """Conversations in each form, and their template."""
+    turns = [{"role": role, "content": WORDS} for role in ("user", "assistant")]
+    forms = {
+        "messages": {"messages": turns},
+        "prompt": {"prompt": turns[:1], "completion": turns[1:]},
+        "text": {"prompt": WORDS, "completion": WORDS},
+        "alpaca": {"instruction": WORDS, "input": "", "output": WORDS},
+    }
+    return written(folder, {f"{name}.jsonl": _lines([row] * 30) for name, row in forms.items()})
+
+
 def parquets(folder: Path) -> list[Path]:
     table = pa.table({"text": [f"{k} {WORDS}" for k in range(20)], "id": range(20)})
     pa.parquet.write_table(table, folder / "a.parquet", row_group_size=7)
