@@ -153,6 +153,7 @@ def test_batches_have_no_target_where_nothing_counts(tmp_path):
         ({"messages": "x"}, "line 1: expected text, or a list of messages"),
         ({"messages": [{"content": "x"}]}, "line 1: expected text, or a list of messages"),
         ({"prompt": "x", "completion": DIALOGUE}, "line 1: expected text, or a list"),
+        ({"completion": "x", "prompt": None}, "line 1: expected text"),
         ({"question": "x"}, "line 1: no 'text' there, found .*messages"),
     ],
 )
@@ -190,7 +191,11 @@ def test_documents_are_laid_into_blocks_by_best_fit():
 def test_packed_documents_equal_each_alone(tmp_path):
     texts = ["a fox", "the dog is lazy.", "it jumps over", "x", "so it is"]
     data = module(
-        write_lines(tmp_path / "a.jsonl", texts), tmp_path, block_size=20, packing_strategy="bfd"
+        write_lines(tmp_path / "a.jsonl", texts),
+        tmp_path,
+        block_size=20,
+        batch_size=2,
+        packing_strategy="bfd",
     )
     blocks = data.dataset("train")
     assert isinstance(blocks, PackedDocuments) and len(blocks) == 3
@@ -203,6 +208,8 @@ def test_packed_documents_equal_each_alone(tmp_path):
     alone = [torch.tensor([[*ids_of(text), EOS]]) for text in texts]
     expected = sum(lm_loss(model, ids[:, :-1], ids[:, 1:])[0] for ids in alone)
     assert n == sum(map(len, texts)) == blocks.n_targets
+    data.train_dataloader()  # the first word of a document is not predicted
+    assert data.describe()["n_targets"]["train"] is None
     assert abs(nll.item() - expected.item()) < 1e-5 * expected.item()
     # and each token's hidden state
     found = hidden_states(model, batch["input_ids"], position_ids=batch["position_ids"])

@@ -44,7 +44,7 @@ class Chat(NamedTuple):
         if row.get("messages") is not None:
             found = [], row["messages"]
         elif "completion" in row:
-            found = row["prompt"], row["completion"]
+            found = row.get("prompt"), row["completion"]
         else:
             found = self._alpaca(template)
         for turns in found:

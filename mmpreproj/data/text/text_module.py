@@ -332,8 +332,11 @@ class TextDataModule(TextSplits, LabelledDataModule):
         facts |= {name: getattr(self, name) for name in settings}
         held_out = {split: self.held_out.get(split) for split in ("val", "test")}
         facts |= {f"{split}_fraction": fraction for split, fraction in held_out.items()}
-        sizes = {split: getattr(self.datasets.get(split), "n_targets", None) for split in SPLITS}
-        facts["n_targets"] = sizes
+        read = {split: self.datasets.get(split) for split in SPLITS}
+        facts["n_targets"] = {  # where they are of all the text that words and bytes are counted of
+            split: blocks.n_targets if getattr(blocks, "covers_text", False) else None
+            for split, blocks in read.items()
+        }
         if self._tokenizer is not None:
             bos, eos = borders(self._tokenizer, self.add_bos, self.add_eos)
             facts["add_bos"], facts["add_eos"] = bos is not None, eos is not None

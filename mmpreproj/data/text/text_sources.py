@@ -148,14 +148,19 @@ class Column:
         text = row[key]
         if not isinstance(text, str):
             raise ValueError(f"{place}: {key!r} is {kind(text)}, where text is expected")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{place}: character {error.start} is {text[error.start]!r}, half of a surrogate "
-                "pair, which UTF-8 cannot hold"
-            ) from error
-        return text
+        return encodable(place, text)
+
+
+def encodable(place: str, text: str) -> str:
+    """The text. Raises: ValueError if UTF-8 cannot hold it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place}: character {error.start} is {text[error.start]!r}, half of a surrogate "
+            "pair, which UTF-8 cannot hold"
+        ) from error
+    return text
 
 
 class Chats(Column):
@@ -163,11 +168,10 @@ class Chats(Column):
 
     def pieces(self, start: int, end: int) -> Iterator[Piece]:
         for place, row in self.table.rows(start, end):
-            chat = Chat(place, row)
-            yield Piece(text_of(chat), True, 1, chat)
+            yield Piece(self._check(place, row), True, 1, Chat(place, row))
 
     def _check(self, place: str, row: dict[str, Any]) -> str:
-        return text_of(Chat(place, row))
+        return encodable(place, text_of(Chat(place, row)))
 
 
 def _of_table(table: Table, text_key: str) -> Column:

@@ -240,6 +240,7 @@ class TokenBlocks(Dataset):
         return item
 
     names = ("input_ids", "targets")
+    covers_text = True
 
     def _spans(self, block: int) -> list[tuple[int, int]]:
         """The input tokens of a block, as ranges of the file."""
@@ -285,8 +286,18 @@ class PackedDocuments(TokenBlocks):
     def n_targets(self) -> int:
         if self.tokens.scored is None:
             return int(self.lengths.sum())
-        firsts = np.r_[0, self.tokens.ends[:-1]].astype(np.int64)
-        return int(self.tokens.scored.sum() - self.tokens.scored[firsts].sum())
+        return int(self.tokens.scored.sum()) - self._n_firsts
+
+    @property
+    def covers_text(self) -> bool:
+        """Whether all text that counts is predicted: not the first word of a document."""
+        return self.tokens.header["bos"] is not None or not self._n_firsts
+
+    @property
+    def _n_firsts(self) -> int:
+        """First tokens of documents that would count, had they something before them."""
+        firsts, scored = np.r_[0, self.tokens.ends[:-1]].astype(np.int64), self.tokens.scored
+        return len(firsts) if scored is None else int(scored[firsts].sum())
 
     def _spans(self, block: int) -> list[tuple[int, int]]:
         return [(self.starts[i], self.starts[i] + self.lengths[i]) for i in self.blocks[block]]
@@ -334,7 +345,6 @@ class Mixture(Dataset):
         n = min(len(part) / p for part, p in zip(parts, probabilities, strict=True))
         self.shares = [int(n * p + 1e-9) for p in probabilities]
         self.n_blocks = sum(self.shares)
-        self.n_targets = None
 
     def __len__(self) -> int:
         return self.n_blocks
