@@ -5,7 +5,7 @@
     python tools/fuzz.py --kinds png --only 137 --keep FOLDER     one again, with its traceback
 
 A mutant follows from the seed, its kind and its number. Mutants are read in a forked process, under
-a watch. These are failures: a crash; more than 20 s, or 2 GiB above the idle process; an error of a
+a watch. These are failures: a crash; more than 20 s of computing, or 2 GiB above the idle process; an error of a
 type that says nothing to a person (TypeError, KeyError, …), or that does not name the file; code
 that is run, a file that is changed outside of the mutant's folder. The exit status is 1 if there
 are any. A record that --out names is gone on with.
@@ -40,6 +40,7 @@ from fuzzing.kinds import KINDS, Kind
 from mmpreproj.files import write_whole
 
 SECONDS, MEMORY = 20.0, 2 * 2**30
+WAITS = 10  # times SECONDS, for what does not compute
 SPARE = 2**30  # of address space above MEMORY: it is counted before it is used
 LONGEST = 5000  # characters of a message
 PACKAGES = ("torch", "timm", "pillow", "av", "pyarrow", "transformers", "gguf", "lightning")
@@ -73,13 +74,17 @@ def run(name: str, numbers: Sequence[int], seed: int, folder: Path, loud: bool) 
         hangs = True
         try:
             with os.fdopen(reading, "rb", buffering=0) as pipe:
-                while select.select([pipe], [], [], SECONDS)[0]:
-                    line = pipe.readline()
-                    if not line:
+                started, waits = _cpu(child), 0
+                while waits < WAITS and _cpu(child) - started < SECONDS:
+                    if not select.select([pipe], [], [], SECONDS)[0]:
+                        waits += 1
+                    elif line := pipe.readline():
+                        yield json.loads(line)
+                        left.pop(0)
+                        started, waits = _cpu(child), 0
+                    else:
                         hangs = False
                         break
-                    yield json.loads(line)
-                    left.pop(0)
         finally:
             if hangs:
                 os.kill(child, signal.SIGKILL)
@@ -115,6 +120,12 @@ def _fork(task: Callable[[Path], None], folder: Path, loud: bool) -> int:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def _cpu(child: int) -> float:
+    """Seconds that a process has computed."""
+    times = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+    return (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _wait(child: int) -> int:
@@ -161,14 +172,14 @@ def _work(
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
         events.clear()
         found: Found = {"mutant": number, "outcome": "result"}
-        started = time.monotonic()
+        started = time.process_time()
         try:
             kind.read(path)
         except BaseException as error:
             found |= _about(error, (path.name, *kind.told))
             if loud:
                 traceback.print_exc()
-        found["seconds"] = round(time.monotonic() - started, 3)
+        found["seconds"] = round(time.process_time() - started, 3)
         found["mib"] = max(0, _memory("VmHWM") - idle) >> 20
         if found["mib"] << 20 > MEMORY:
             found["outcome"] = "memory"

@@ -238,7 +238,7 @@ class Hostile:
 
 
 HOSTILE = [Hostile(os.system, "touch mmpreproj_fuzz"), Hostile(exec, "import os; os.mkdir('/x')")]
-HOSTILE += [Hostile(open, "mmpreproj_fuzz", "w"), Hostile(getattr, torch, "load")]
+HOSTILE += [Hostile(open, "mmpreproj_fuzz", "w"), Hostile(eval, "__import__('os')")]
 
 
 def change_checkpoint(data: bytes, rng: Random) -> bytes:
