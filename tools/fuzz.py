@@ -5,10 +5,10 @@
     python tools/fuzz.py --kinds png --only 137 --keep FOLDER     one again, with its traceback
 
 A mutant follows from the seed, its kind and its number. Mutants are read in a forked process, under
-a watch. These are failures: a crash; more than 20 s of computing, or 2 GiB above the idle process; an error of a
-type that says nothing to a person (TypeError, KeyError, …), or that does not name the file; code
-that is run, a file that is changed outside of the mutant's folder. The exit status is 1 if there
-are any. A record that --out names is gone on with.
+a watch. These are failures: a crash; more than 20 s of computing, or 2 GiB above the idle process;
+an error of a type that says nothing to a person (TypeError, KeyError, …), or that does not name the
+file; code that is run, a file that is changed outside of the mutant's folder. The exit status is 1
+if there are any. A record that --out names is gone on with.
 """
 
 from __future__ import annotations
