@@ -56,6 +56,7 @@ def test_video_models_agree_with_the_float64_reference(attention, sites):
 LANGUAGE = ["llama", "gpt_neox", "gpt_neox_sequential", "gpt2", "gemma2"]
 
 
+@pytest.mark.slow
 @each_site
 @pytest.mark.parametrize("name", LANGUAGE)
 def test_language_models_agree_with_the_float64_reference(name, sites):
