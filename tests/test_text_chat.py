@@ -2,15 +2,18 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from evaluation_models import random_model
+from evaluation_models import byte_tokenizer, random_model
 from text_data import BOS, EOS, ID, character_tokenizer, ids_of, write_lines
+from transformers_models import tiny
 
 from mmpreproj.backbones.lm.lm_head import check_packing, hidden_states
 from mmpreproj.data.text import IGNORE, TextDataModule
+from mmpreproj.data.text.chat import Answers, Chat
 from mmpreproj.data.text.token_blocks import Mixture, PackedDocuments, best_fit
 from mmpreproj.training.lm_loss import lm_loss
 
@@ -160,6 +163,47 @@ def test_batches_have_no_target_where_nothing_counts(tmp_path):
 def test_what_is_no_conversation_names_its_row(tmp_path, row, message):
     with pytest.raises(ValueError, match=f"a.jsonl, {message}"):
         module(rows(tmp_path, row), tmp_path).tokens("train")
+
+
+STOPS = {"qwen2_5": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>"}
+HEADS = ("<|im_start|>", "<start_of_turn>", "<|start_header_id|>", "<|end_header_id|>")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STOPS)
+def test_what_counts_is_what_counts_in_trl(tmp_path, name):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    folder = Path(trl.__file__).parent / "chat_templates"
+    stop = STOPS[name]
+    tokenizer = byte_tokenizer(60, specials=("<s>", stop, "<pad>", *HEADS))
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": stop, "pad_token": "<pad>"})
+    model = tiny("llama", vocab_size=len(tokenizer))
+    found = {
+        "messages": ([{"messages": DIALOGUE}], True),
+        "completion": ([{"prompt": DIALOGUE[:3], "completion": DIALOGUE[3:]}], False),
+        "text": ([{"prompt": "is it so? ", "completion": " it is"}], False),
+    }
+    for case, (row, only) in found.items():
+        # TRL puts its own marked template in place of this one
+        tokenizer.chat_template = plain = (folder / f"{name}.jinja").read_text()
+        how = {"assistant_only_loss": only, "max_length": None, "use_cpu": True, "report_to": []}
+        args = trl.SFTConfig(str(tmp_path), **how)
+        trainer = trl.SFTTrainer(
+            model, args, train_dataset=datasets.Dataset.from_list(row), processing_class=tokenizer
+        )
+        expected = trainer.train_dataset[0]
+        templates = [plain]
+        if only:
+            templates = [(folder / f"{name}_training.jinja").read_text()]
+            # of Qwen's, TRL marks the line end behind "assistant" as well
+            templates += [plain] if name != "qwen2_5" else []
+        for template in templates:
+            answers = Answers(tokenizer, None, tokenizer.eos_token_id, template, None, only)
+            ids, counts = answers(Chat("x", row[0]))
+            assert ids == expected["input_ids"], case
+            labels = [i if c else IGNORE for i, c in zip(ids, counts, strict=True)]
+            assert labels == expected["labels"], (case, template)
 
 
 # Tables by column

@@ -4,7 +4,7 @@ A row has `messages` (a list of {"role", "content"}), `prompt` and `completion` 
 lists of messages), or Alpaca's `instruction`, `input` and `output`. Which tokens count in the loss
 is TRL's rule, under TRL's names:
 
-- `completion_only_loss`: of a row with a prompt, those behind as many as the prompt has alone.
+- `completion_only_loss`: of a row with a prompt, those from where they are no longer the prompt's.
 - `assistant_only_loss`: of messages, those that the chat template marks with {% generation %}; of a
   template without that mark (TRL refuses it), what an assistant's message adds behind the prompt
   for it.
@@ -90,6 +90,12 @@ def _said(turns: Any) -> Iterator[str]:
             yield from _said(turn.get("content") if isinstance(turn, dict) else turn)
 
 
+def _common(a: list[int], b: list[int]) -> int:
+    """How many they have in common at the start."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
 class Answers:
     """The tokens of conversations under a tokenizer, and which of them count.
 
@@ -135,19 +141,20 @@ class Answers:
             raise ValueError("assistant_only_loss is for messages, and this is text")
         before, whole = encode(self.tokenizer, [prompt, prompt + completion])
         bos, eos = ([] if i is None else [i] for i in (self.bos, self.eos))
-        return bos + whole + eos, len(bos + before)
+        return bos + whole + eos, len(bos) + _common(before, whole)
 
     def _of_messages(
         self, prompt: list, completion: list
     ) -> tuple[list[int], int, list[bool] | None]:
         messages = prompt + completion
-        n_prompt = len(self._written(prompt, True)) if prompt and self.completion_only else 0
+        ids = self._written(messages)
+        whole = prompt and self.completion_only
+        n_prompt = _common(self._written(prompt, True), ids) if whole else 0
         if not self.assistant_only:
-            return self._written(messages), n_prompt, None
+            return ids, n_prompt, None
         if self.marked:
             found = self._template(messages, return_assistant_tokens_mask=True)
-            return found["input_ids"], n_prompt, [bool(k) for k in found["assistant_masks"]]
-        ids = self._written(messages)
+            return ids, n_prompt, [bool(k) for k in found["assistant_masks"]]
         counts = [False] * len(ids)
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
