@@ -108,6 +108,6 @@ def test_a_plan_says_what_fits(tmp_path, capsys):
     words = [str(tmp_path / "lm.yaml"), "--base", json.dumps(LLAMA), "--tokens", "64"]
     plan.main([*words, "--devices", "2", "--device-memory", "0.002", "--items", "1000"])
     said = capsys.readouterr().out
-    assert "does not" in said and "days for" in said
+    assert "does not" in said and "hours for" in said
     # 2 x layers x heads of keys and values x their width x 2 bytes
     assert f"{2 * 4 * 2 * 16 * 2} bytes a token" in said

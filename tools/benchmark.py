@@ -2,6 +2,7 @@
 
     python tools/benchmark.py step                     # a model with the method against without it
     python tools/benchmark.py step --model video_vit_preproj_tiny --frames 8 --img-size 112
+    python tools/benchmark.py profile                  # seconds, operations and bytes by part
     python tools/benchmark.py probe                    # a frozen probe's step against LoRA's
     python tools/benchmark.py loss                     # a language model's loss, without all logits
     python tools/benchmark.py scoring --lambada FILE   # evaluation against lm-evaluation-harness
@@ -22,7 +23,7 @@ from typing import Any
 
 import timm
 import torch
-from benchmarks import language, loading, training
+from benchmarks import language, loading, profiling, training
 
 
 def alternate(
@@ -65,7 +66,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="write all figures to this JSON file")
     parts = parser.add_subparsers(dest="part", required=True)
-    for module in (training, language, loading):
+    for module in (training, language, loading, profiling):
         module.add_parsers(parts)
     options = parser.parse_args()
     results = []

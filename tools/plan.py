@@ -347,8 +347,11 @@ def show(found: dict[str, Any], options: argparse.Namespace) -> None:
         print(f"  {part:24} {count:16,}  {count / total:6.1%}")
     print(f"  {'trained':24} {found['trained']:16,}  {found['trained'] / total:6.1%}")
     what, size = "item", found["batch_size"]
-    print(f"batch {size} a device, {found['precision']}; {options.device_memory:g} GB a device, of")
-    print("which a tenth is left free")
+    print(
+        f"batch {size} a device, {found['precision']}; {options.devices} devices of "
+        f"{options.device_memory:g} GB, of which a tenth is left free; {options.tflops:g} TFLOP/s, "
+        f"of which {options.utilisation:.0%} are had"
+    )
     columns = ("GB a device", "weights", "gradients", "optimiser", "activations", "peak", "batch")
     print("  {:20} {:>9} {:>9} {:>9} {:>11} {:>8} {:>12}".format(*columns))
     for name, cost in found["strategies"].items():
@@ -368,10 +371,11 @@ def show(found: dict[str, Any], options: argparse.Namespace) -> None:
         seconds = cost["flops"] / (options.tflops * 1e12 * options.utilisation)
         told = f"{cost['flops'] / 1e9:,.1f} GFLOP an {what} (of the forward, "
         told += f"{cost['method_share']:.1%} the method's); "
-        told += f"{options.devices / seconds:,.1f} {what}s/s"
+        told += f"{1 / seconds:,.1f} {what}s/s a device"
         if options.items:
-            days = options.items * options.epochs * seconds / options.devices / 86400
-            told += f"; {days:,.2f} days for {options.epochs:g} x {options.items:,}"
+            hours = options.items * options.epochs * seconds / options.devices / 3600
+            took = f"{hours:,.1f} hours" if hours < 48 else f"{hours / 24:,.1f} days"
+            told += f"; {took} for {options.epochs:g} x {options.items:,}"
         print(f"  {name.replace('ddp', 'a step')}: {told}")
     if found["cache_bytes"]:
         print(
