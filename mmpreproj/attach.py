@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -211,9 +212,10 @@ def report(model: nn.Module, sites: list[Site]) -> None:
         sum(site.join is not None for site in sites),
     )
     if not all(site.normed for site in sites):
-        _logger.warning(
-            "%s is post-norm: its attention reads no norm(x), so x̂ is the block's own input",
-            type(model).__name__,
+        warnings.warn(
+            f"{type(model).__name__} is post-norm: its attention reads no norm(x), so x̂ is the "
+            "block's own input",
+            stacklevel=1,  # by this line, so once for each class of model
         )
 
 

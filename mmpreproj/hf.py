@@ -100,7 +100,8 @@ def _whole(folder: Path, kwargs: Mapping[str, Any]) -> nn.Module:
 
 
 def _base(folder: Path, kwargs: dict[str, Any]) -> nn.Module:
-    base = read_folder(folder).base
+    held = read_folder(folder)
+    base = held.base
     name, architecture = base.get("name"), str(base.get("architecture") or "")
     if not isinstance(name, str) or not name:
         raise ValueError(f"{folder} does not name its base: build it, then mmpreproj.load(base, …)")
@@ -112,7 +113,10 @@ def _base(folder: Path, kwargs: dict[str, Any]) -> nn.Module:
     if not hasattr(transformers, architecture):
         import timm
 
-        return timm.create_model(name, **{"pretrained": True, **kwargs})
+        classifier = getattr(timm.models.get_pretrained_cfg(name), "classifier", None)
+        head = held.tensors.get(f"{classifier}.weight")
+        own = {} if head is None else {"num_classes": len(head)}
+        return timm.create_model(name, **{"pretrained": True, **own, **kwargs})
     if is_whole(name):
         return _whole(Path(name), kwargs)
     return _class(transformers, architecture, folder).from_pretrained(name, **kwargs)

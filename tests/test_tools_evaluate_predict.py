@@ -1,14 +1,18 @@
+import csv
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import timm
 import torch
 from PIL import Image
 from scipy.stats import binomtest
 from training_data import TOOLS, classifier, tool_main, trainer
 
+import mmpreproj
 from mmpreproj.data import DigitsDataModule
 from mmpreproj.data.image.digits import load_digits
 
@@ -106,6 +110,70 @@ def test_only_bad_files_draw_nothing(run, tmp_path):
     out = tmp_path / "o.png"
     assert predict_main([str(run), str(tmp_path / "absent.png"), "--out", str(out)]) == 1
     assert not out.exists()
+
+
+def rows_of(path):
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_file_and_every_confusion_is_written_when_asked(run):
+    path = evaluate_main([str(run), "--files"])
+    record = json.loads(path.read_text())
+    rows = rows_of(path.with_suffix(".files.csv"))
+    assert len(rows) == 540
+    assert sum(int(row["correct"]) for row in rows) == record["test"]["top1"]["correct"]
+    table = rows_of(path.with_suffix(".confusion.csv"))
+    for row, known in zip(table, record["per_class"], strict=True):
+        counts = {name: int(count) for name, count in row.items() if name != "true"}
+        assert sum(counts.values()) == known["n"] and counts[row["true"]] == known["correct"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_folder_of_pictures_is_predicted_into_a_table(kind, run, tmp_path, capsys):
+    pixels = (load_digits()[0][:3, 0] * 255).byte().numpy()
+    (tmp_path / "below").mkdir()
+    for number, picture in enumerate(pixels):
+        Image.fromarray(picture).save(tmp_path / "below" / f"{number}.png")
+    (tmp_path / "notes.txt").write_text("no picture")
+    table = tmp_path / f"table.{kind}"
+    options = ["--table", str(table), "--top", "2", "--out", str(tmp_path / "o.png")]
+    assert predict_main([str(run), str(tmp_path), *options, "--dtype", "bfloat16"]) == 0
+    rows = rows_of(table)
+    assert [Path(row["file"]).name for row in rows] == [f"{i}.png" for i in range(3) for _ in "ab"]
+    assert [int(row["rank"]) for row in rows] == [1, 2] * 3
+    assert float(rows[0]["probability"]) >= float(rows[1]["probability"])
+    with pytest.raises(FileNotFoundError, match="holds no pictures or clips"):
+        (tmp_path / "empty").mkdir()
+        predict_main([str(run), str(tmp_path / "empty")])
+
+
+def test_an_adapter_folder_of_a_timm_model_is_enough(tmp_path, monkeypatch):
+    create = timm.create_model
+    name, weights = "vit_tiny_patch16_224.augreg_in21k_ft_in1k", {}
+
+    def cached(name, pretrained=False, **kwargs):  # as if its weights had been downloaded
+        model = create(name, **kwargs)
+        if pretrained:
+            weights.update(weights or model.state_dict())
+            state = {k: v for k, v in weights.items() if not k.startswith("head")}
+            model.load_state_dict(state, strict=False)
+        return model
+
+    monkeypatch.setattr(timm, "create_model", cached)
+    model = timm.create_model(name, pretrained=True, num_classes=3)
+    mmpreproj.freeze_base(mmpreproj.attach(model), also=["head"])
+    adapter = mmpreproj.save(model, tmp_path / "adapter")
+    Image.new("RGB", (20, 30), "white").save(tmp_path / "white.png")
+    options = ["--table", str(tmp_path / "t.csv"), "--out", str(tmp_path / "o.png")]
+    assert predict_main([str(adapter), str(tmp_path / "white.png"), *options]) == 0
+    found = {row["class"]: float(row["probability"]) for row in rows_of(tmp_path / "t.csv")}
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    with torch.no_grad(), Image.open(tmp_path / "white.png") as picture:
+        expected = model.eval()(transform(picture.convert("RGB"))[None])[0].softmax(0)
+    assert [found[str(c)] for c in range(3)] == pytest.approx(expected.tolist(), abs=1e-6)
 
 
 def test_a_tool_runs_from_any_folder_and_shows_its_help(tmp_path):

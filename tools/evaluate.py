@@ -1,6 +1,6 @@
 """Final figures of a trained model on the reported split, with 95 % intervals.
 
-python tools/evaluate.py RUN_OR_CHECKPOINT [--which best|last] [--data.KEY VALUE …]
+python tools/evaluate.py RUN_OR_CHECKPOINT [--which best|last] [--files] [--data.KEY VALUE …]
 python tools/evaluate.py RUN_OR_CHECKPOINT --evaluations YAML  other tasks for a language model
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from mmpreproj.analysis.records import read_yaml, write_json
 from mmpreproj.training.console import quieten, run_tool
+from mmpreproj.training.per_file import PerFile
 from mmpreproj.training.runs import evaluate, print_table
 
 
@@ -47,12 +48,20 @@ def main(args: Sequence[str] | None = None) -> Path:
     parser.add_argument("--accelerator", default="auto", help="as Lightning's Trainer takes it")
     parser.add_argument("--precision", help="as Lightning's Trainer takes it; default: the run's")
     parser.add_argument("--evaluations", help="YAML of what a language model is evaluated on")
+    parser.add_argument(
+        "--files",
+        action="store_true",
+        help="also write a table of all files, and one of confusions",
+    )
     known, rest = parser.parse_known_args(args)
     quieten()
     options = {"accelerator": known.accelerator, "precision": known.precision}
     options["enable_progress_bar"] = sys.stderr.isatty() or sys.stdout.isatty()
     tasks = _read_evaluations(known.evaluations)
     overrides = split_overrides(rest)
+    per_file = PerFile()
+    if known.files:
+        options["callbacks"] = [per_file]
     record, rows, folder = evaluate(known.run, known.which, overrides, tasks, **options)
     stem = f"evaluation-{Path(record['checkpoint']['file']).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, attempt = folder / f"{stem}.json", 1
@@ -61,6 +70,8 @@ def main(args: Sequence[str] | None = None) -> Path:
         path = folder / f"{stem}-{attempt}.json"
     _print_evaluation(record, rows, path)
     write_json(path, record)
+    for table in per_file.write(path.with_suffix("")):
+        print(f"written to {table}", flush=True)
     return path
 
 

@@ -52,7 +52,11 @@ class EvaluationMetrics(Sums):
     Args:
         num_classes: C. Top-5 exists only above five classes.
         per_class: keep counts by class too.
+
+    `kept`, where it is a list, gets (logits, targets) of every batch, on the CPU.
     """
+
+    kept: list[tuple[Tensor, Tensor]] | None = None
 
     def __init__(self, num_classes: int, per_class: bool = False) -> None:
         classes = {"class_correct": num_classes, "class_n": num_classes} if per_class else {}
@@ -63,6 +67,8 @@ class EvaluationMetrics(Sums):
     def update(self, logits: Tensor, targets: Tensor) -> None:
         """Shape: logits [B, C], targets int64 [B] with marks."""
         logits = logits.float()
+        if self.kept is not None:
+            self.kept.append((logits.cpu(), targets.cpu()))
         true, readable, counted = decode(targets)
         losses = F.cross_entropy(logits, true, reduction="none").to(EXACT)
         sure = readable & ~logits.isnan().any(1)  # argmax takes a NaN for the highest
