@@ -1,5 +1,6 @@
 """Frames read from files, against a plain sequential PyAV decode of the same files."""
 
+import contextlib
 import os
 import sys
 import types
@@ -334,6 +335,27 @@ def test_of_several_video_streams_the_default_one_is_read(tmp_path, decoder):
             out.mux(stream.encode())
     found = read_frames(path, lambda n: range(n), decoder)
     assert [number_of(frame) for frame in found] == list(range(12))
+
+
+def test_a_frame_that_the_decoder_made_up_is_not_used(tmp_path):
+    path = write_clip(tmp_path / "a.avi", 10, options={"x264-params": "bframes=0:keyint=30"})
+    data = path.read_bytes()
+    with av.open(str(path)) as file:
+        packet = [p for p in file.demux(video=0) if p.size][4]
+    for at in range(packet.size - 1, 0, -1):  # a place at which it is concealed, not refused
+        changed = bytearray(data)
+        changed[packet.pos + at] ^= 255
+        path.write_bytes(changed)
+        with contextlib.suppress(av.FFmpegError), av.open(str(path)) as file:
+            file.streams.video[0].thread_count = 1
+            frames = list(file.decode(video=0))
+            if frames[4].is_corrupt:
+                break
+    else:
+        pytest.skip("this FFmpeg refuses what it finds damaged")
+    with pytest.raises(UnreadableVideo, match="frame 4 is damaged, and what it shows is made up"):
+        read_frames(path, [0, 4])
+    assert number_of(read_frames(path, [0])[0]) == 0
 
 
 def test_a_song_with_a_cover_picture_is_not_a_video(tmp_path):

@@ -178,7 +178,8 @@ def test_the_frozen_probe_moves_every_new_parameter_and_nothing_else(tmp_path):
         start.update(copy.deepcopy(module.model.state_dict()))
 
     module.on_train_start = lambda: remember(None, None)
-    fit(module, TinyData(), tmp_path)
+    with pytest.warns(UserWarning, match="freezes random weights of vit_tiny_patch16_224"):
+        fit(module, TinyData(), tmp_path)
     for name, tensor in module.model.state_dict().items():
         moved = not torch.equal(tensor, start[name])
         assert moved == (".preproj." in name or name.startswith("head.")), name

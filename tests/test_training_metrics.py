@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from mmpreproj.data.targets import PADDING, unreadable
-from mmpreproj.training.metrics import EvaluationMetrics
+from mmpreproj.training import ImageClassifier
+from mmpreproj.training.metrics import EvaluationMetrics, metrics_of
 
 
 def certain(classes, num_classes=3, sure=10.0):
@@ -88,3 +89,14 @@ def test_reset_forgets():
     metrics.reset()
     metrics.update(certain([0]), torch.tensor([0]))
     assert (metrics.compute()["n"], metrics.compute()["top1"]) == (1, 1.0)
+
+
+def test_the_table_of_an_image_run_counts_unreadable_files():
+    metrics = EvaluationMetrics(3)
+    metrics.update(certain([0, 1, 2]), torch.tensor([0, 1, unreadable(2)]))
+    rows = ImageClassifier().headline(metrics_of(metrics.compute()))
+    assert rows[-1] == ["  of them unreadable, so wrong", "1"]
+    metrics.reset()
+    metrics.update(certain([0, 1]), torch.tensor([0, 1]))
+    assert len(ImageClassifier().headline(metrics_of(metrics.compute()))) == len(rows) - 1
+    assert ImageClassifier().headline({}) == [[row[0], "–"] for row in rows[:2]]
