@@ -189,7 +189,7 @@ def _read(source: str | Path, make: Callable[[Row], Item], columns: str) -> list
 
 def _rows(source: str) -> Iterator[tuple[str, Row]]:
     """Rows of a source, each with the place to name in an error."""
-    from mmpreproj.data.text.table_rows import JSON_LINES, open_table
+    from mmpreproj.data.text.table_rows import JSON_LINES, Delimited, open_table
 
     path = Path(source).expanduser()
     if source.startswith("hf:"):
@@ -203,7 +203,7 @@ def _rows(source: str) -> Iterator[tuple[str, Row]]:
             "datasets.save_to_disk, or hf:NAME:CONFIG:SPLIT for a data set of the hub"
         )
     table = open_table(source if source.startswith("hf:") else str(path))
-    if table is None:
+    if table is None or isinstance(table, Delimited):  # in which all is text, choices too
         raise ValueError(
             f"{str(path)!r} is none of {', '.join(JSON_LINES)} (or these .gz, …), .parquet"
         )
