@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmpreproj.architectures import Site
+from mmpreproj.architectures import Found, Site, width_of
 from mmpreproj.blocks import CROSS
-from mmpreproj.found import Found
 from mmpreproj.preproj import PreProj, PreProjConfig
 from mmpreproj.sites import block_sites, chosen, find
 from mmpreproj.swap import (
@@ -39,7 +38,6 @@ from mmpreproj.swap import (
     swap,
     swap_back,
 )
-from mmpreproj.values import width_of
 from mmpreproj.wrapped import adapters_beside, unwrapped
 
 __all__ = ["attach", "attach_block", "attachment_of", "detach", "freeze_base", "is_within"]

@@ -9,7 +9,6 @@ norms the branch on that way would do so to the skip, which then joins behind it
 from __future__ import annotations
 
 import ast
-import dataclasses
 import os
 import re
 from collections import defaultdict
@@ -17,7 +16,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from mmpreproj.architectures import Site
+from mmpreproj.architectures import Left, Site, width_of
 from mmpreproj.branches import (
     PASSES,
     Branches,
@@ -31,9 +30,9 @@ from mmpreproj.branches import (
 )
 from mmpreproj.reading import Reader
 from mmpreproj.source import methods_of, source_of
-from mmpreproj.values import Entry, Value, class_of, values_in, width_of
+from mmpreproj.values import Entry, Value, class_of, values_in
 
-__all__ = ["CROSS", "Left", "NoSite", "mentions_attention", "read_block"]
+__all__ = ["CROSS", "NoSite", "mentions_attention", "read_block"]
 
 _SOFTMAX = re.compile(
     r"softmax|scaled_dot_product|attention_interface|ALL_ATTENTION|flash_attn|flex_attention"
@@ -45,14 +44,6 @@ _CHANNELS = re.compile(r"XCA|CrossCov|Channel")
 
 
 CROSS = "it is a cross-attention"
-
-
-@dataclasses.dataclass(frozen=True)
-class Left:
-    """An attention without the method, and why."""
-
-    attention: str
-    why: str
 
 
 def mentions_attention(module: nn.Module) -> bool:

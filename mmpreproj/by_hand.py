@@ -7,9 +7,8 @@ import re
 
 from torch import nn
 
-from mmpreproj.architectures import Site
+from mmpreproj.architectures import Found, Site, starred
 from mmpreproj.blocks import read_block
-from mmpreproj.found import Found, starred
 from mmpreproj.messages import nearest
 from mmpreproj.preproj import PreProjConfig
 

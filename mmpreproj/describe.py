@@ -7,9 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from mmpreproj.architectures import Site
-from mmpreproj.blocks import Left
-from mmpreproj.found import starred
+from mmpreproj.architectures import Left, Site, starred
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.sites import chosen, find
 

@@ -12,10 +12,17 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from mmpreproj.architectures import Site, class_name, rules_of
-from mmpreproj.blocks import Left, NoSite, mentions_attention, read_block
+from mmpreproj.architectures import (
+    Found,
+    Left,
+    Site,
+    class_name,
+    known_stack,
+    rules_of,
+    starred,
+)
+from mmpreproj.blocks import NoSite, mentions_attention, read_block
 from mmpreproj.by_hand import by_hand
-from mmpreproj.found import Found, starred
 from mmpreproj.messages import listed, nearest
 from mmpreproj.mlps import read_mlp
 from mmpreproj.preproj import PreProjConfig
@@ -120,6 +127,10 @@ def block_sites(block: nn.Module, config: PreProjConfig) -> list[Site]:
 
 def survey(model: nn.Module) -> Found:
     """Every self-attention that can take the method, by stack and block, and what is left out."""
+    known = known_stack(model)
+    if known is not None:
+        names = [f"{known.stack}.{name}" for name in model.get_submodule(known.stack)._modules]
+        return Found({known.stack: {n: [known.site.under(f"{n}.")] for n in names}})
     modules = dict(model.named_modules())
     mentioned = _mentioned(model)
     leaves = [p for p, q in zip(mentioned, [*mentioned[1:], "-"], strict=False) if not _in(q, p)]

@@ -11,7 +11,7 @@ from torch import nn
 
 from mmpreproj.expressions import Unknown
 
-__all__ = ["Entry", "Value", "class_of", "forward_of", "values_in", "width_of"]
+__all__ = ["Entry", "Value", "class_of", "forward_of", "values_in"]
 
 
 @dataclasses.dataclass(eq=False)
@@ -83,16 +83,3 @@ def values_in(given: Any) -> Iterator[Value]:
             yield from values_in(each)
     elif isinstance(given, dict):
         yield from values_in(list(given.values()))
-
-
-def width_of(module: nn.Module) -> int | None:
-    """The width of what a projection or norm reads, or the first one within it."""
-    for inner in module.modules():
-        for name in ("in_features", "nx", "embed_dim", "in_channels", "normalized_shape"):
-            width = getattr(inner, name, None)
-            if isinstance(width, (int, tuple)) and width:
-                return width if isinstance(width, int) else width[-1]
-        weight = getattr(inner, "weight", None)
-        if weight is not None and weight.ndim == 1:
-            return weight.shape[0]
-    return None
