@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from clip_files import video_folder
+
+from mmpreproj.training.cli import main
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +27,8 @@ model:
     freeze_base: true
 data:
   class_path: mmpreproj.data.DigitsDataModule
-  init_args: {batch_size: 64, val_fraction: 0.101}
+  init_args: {batch_size: 64, val_fraction: 0.101,
+              augment: {degrees: 0, translate: 0, scale: [1, 1]}}
 trainer: {max_epochs: 1, limit_train_batches: 3, accelerator: cpu, devices: 2, strategy: ddp}
 """
 CHECK = """
@@ -59,8 +63,13 @@ def run(folder, script):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def history_of(run):
+    checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    return checkpoint["mmpreproj"]["history"]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="gloo on this platform is not tested")
-def test_two_processes_share_one_run_and_count_every_image_once(tmp_path):
+def test_two_processes_share_one_run_and_count_every_image_once(tmp_path, monkeypatch):
     (tmp_path / "tiny.yaml").write_text(CONFIG)
     (tmp_path / "script.py").write_text(CHECK)
     run(tmp_path, "script.py")
@@ -73,6 +82,14 @@ def test_two_processes_share_one_run_and_count_every_image_once(tmp_path):
     assert record["data"]["n_val"] % 2 == 1  # an odd part, that two processes cannot share evenly
     assert record["n"]["train"] == 2 * 3 * 64
     assert record["training"]["processes"] == 2
+    monkeypatch.chdir(tmp_path)
+    one = main(["tiny.yaml", "--run.name", "one", "--trainer.devices", "1", "--trainer.strategy",
+                "auto", "--data.batch_size", "128"])  # fmt: skip
+    losses = [history_of(run)[0] for run in (folder, one)]
+    for name in ("train/loss", "val/loss"):  # without random changes of images: to rounding
+        assert losses[0][name] == pytest.approx(losses[1][name], rel=1e-6)
+    for name in ("val/top1", "val/n", "train/n", "lr"):
+        assert losses[0][name] == losses[1][name]
 
 
 VIDEO = """

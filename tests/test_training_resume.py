@@ -19,7 +19,7 @@ from training_data import TOOLS
 from mmpreproj.analysis.records import read_record
 from mmpreproj.training import ImageClassifier, load_run
 from mmpreproj.training.callbacks import BestCheckpoint
-from mmpreproj.training.cli import TrainCLI, main
+from mmpreproj.training.cli import FREE, TrainCLI, main
 from mmpreproj.training.console import Patient, run_tool
 from mmpreproj.training.run_folder import RunFolder, WholeCheckpoints
 
@@ -235,18 +235,35 @@ def test_the_command_that_is_issued_again_resumes_and_others_are_refused(monkeyp
     for settings, told in (
         (["--trainer.max_epochs", "1"], "begun with trainer.max_epochs: 3, .*with 1, unless more"),
         (["--model.optimizer.lr", "0.1"], "begun with model.optimizer.lr: 0.003"),
-        (["--data.batch_size", "4"], "begun with data.batch_size: 8"),
+        (["--data.batch_size", "4"], "of 1 x 8 x 1 items, and here would be of 1 x 4 x 1"),
     ):
         with pytest.raises(ValueError, match=told):
             main(["tiny.yaml", "--resume", *settings])
     environment = json.loads((folder / "environment.json").read_text())
     (folder / "environment.json").write_text(json.dumps(environment | {"processes": 2}))
-    with pytest.raises(ValueError, match=r"trained by 2 process\(es\), here are 1"):
-        main(["tiny.yaml", "--resume"])
+    for settings, told in (
+        ([], "of 2 x 8 x 1 items, and here would be of 1 x 8 x 1"),
+        (["--run.every_n_steps", "4"], "of 2 x 8 x 1 items"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            main(["tiny.yaml", "--resume", *settings])
     (folder / "environment.json").write_bytes(before[folder / "environment.json"])
     assert files(folder) == before
     assert main(["tiny.yaml", *command, "--resume", "--data.num_workers", "0"]) == folder
     assert same(kill_runs, folder, whole("whole", *command)) == []
+
+
+def test_batches_can_be_split_otherwise_between_epochs(monkeypatch, kill_runs):
+    half = ["--data.batch_size", "8", "--trainer.accumulate_grad_batches", "2"]
+    half += ["--trainer.limit_train_batches", "10"]  # of the same items
+    cut_short = stopped(monkeypatch, 8, cut)
+    monkeypatch.setattr("mmpreproj.training.cli.FREE", (*FREE, "trainer.limit_train_batches"))
+    main(["tiny.yaml", "--resume", *half])
+    assert read_record(cut_short / "record.json")["updates"] == 10
+    assert state(cut_short)["mmpreproj"]["history"][1]["train/n"] == 80
+    within = stopped(monkeypatch, 8, cut, "--run.every_n_steps", "1")
+    with pytest.raises(ValueError, match="lies within an epoch"):
+        main(["--resume", str(within), *half])
 
 
 def test_a_finished_run_goes_on_to_more_epochs_by_the_schedule_of_all(tmp_path):

@@ -6,10 +6,10 @@
     train.py CONFIG --print_config         show all settings and stop
 
 Restart rule: a run goes on from its last checkpoint, in the same folder, with the same config, and
-ends as the unbroken run would have, to the bit, wherever it was killed. (With several processes,
-the training loss of an epoch up to the restart is the first one's.) Settings beside --resume must
-be the run's own, as those of a command that is issued again are. Others may be what changes no
-weight (`FREE`), and more epochs or steps, with which also a finished run goes on: from there, its
+ends as the unbroken run would have, to the bit, wherever it was killed. Settings beside --resume
+must be the run's own, as those of a command that is issued again are. Others may be what changes no
+weight (`FREE`); between epochs, another number of processes, with batches such that an update is of
+as many items; and more epochs or steps, with which also a finished run goes on: from there, its
 learning rate is that of the longer run. SIGTERM writes a last checkpoint, once the update that is
 under way is done.
 """
@@ -52,6 +52,9 @@ __all__ = ["RunConfig", "TrainCLI", "find_resumed", "main", "split_arguments"]
 # What a resumed run may be given another value of: its weights are the same.
 FREE = ("run.test", "run.every_n_steps", "data.num_workers", "trainer.enable_progress_bar")
 FREE += ("trainer.log_every_n_steps",)
+# ... or where batches are split otherwise: RunFolder sees to it that updates are of as many items
+FREE += ("trainer.devices", "trainer.num_nodes", "trainer.accumulate_grad_batches")
+FREE += ("data.batch_size", "trainer.strategy")
 ENDS = ("trainer.max_epochs", "trainer.max_steps")
 
 REFRESH = 10  # batches from one refresh of the progress bar to the next
@@ -128,7 +131,7 @@ class TrainCLI(LightningCLI):
         for name, (then, now) in self.changed.items():
             if name in ENDS and isinstance(then, int) and isinstance(now, int) and now > then > 0:
                 continue
-            if name not in FREE:
+            if name not in FREE and not name.startswith("trainer.strategy."):
                 hint = ", unless more" if name in ENDS else ""
                 raise ValueError(
                     f"the run was begun with {name}: {then}, and cannot go on with {now}{hint}; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import math
 import os
 import time
 from pathlib import Path
@@ -85,6 +86,8 @@ class RunFolder(Callback):
         self.config_text = config_text
         self.resume, self.extended = resume, extended
         self.folder: Path | None = None
+        self.split: dict[str, int | None] = {}  # of an update's items
+        self.split_anew = False
         self._held: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -94,7 +97,7 @@ class RunFolder(Callback):
         if folder is None and trainer.is_global_zero:
             folder = new_run_folder(self.root, self.name, self.seed)
         self.folder = Path(trainer.strategy.broadcast(folder))
-        self._check_processes(trainer.world_size)
+        self._check_batches(trainer)
         for callback in trainer.callbacks:
             if isinstance(callback, RunCheckpoint):
                 callback.dirpath = str((self.folder / CHECKPOINTS).resolve())
@@ -104,7 +107,7 @@ class RunFolder(Callback):
             self._hold()
             for place in (self.folder, self.folder / CHECKPOINTS):
                 remove_abandoned(place)
-            self._write_facts(str(trainer.strategy.root_device), trainer.world_size)
+            self._write_facts(str(trainer.strategy.root_device))
         if trainer.loggers:  # the user's own
             return
         loggers: list[Logger] = [RunCSVLogger(self.folder)]
@@ -127,6 +130,9 @@ class RunFolder(Callback):
     ) -> None:
         if trainer.state.fn != TrainerFn.FITTING:  # the test reads the best checkpoint
             return
+        progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+        if self.split_anew and progress["processed"] < progress["ready"]:
+            raise ValueError("its last checkpoint lies within an epoch, and needs its own batches")
         if self.extended:  # the schedule's length is one of what was saved
             checkpoint["lr_schedulers"] = []
         for logger in trainer.loggers:
@@ -163,19 +169,31 @@ class RunFolder(Callback):
             os.close(self._held)
             self._held = None
 
-    def _check_processes(self, processes: int) -> None:
-        """Raises: ValueError if the run began with another number: its batches would be others."""
+    def _check_batches(self, trainer: Trainer) -> None:
+        """Raises: ValueError if an update would be of another number of items than those before."""
+        size = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
+        self.split = {"processes": trainer.world_size, "batch_size": size}
+        self.split["accumulated"] = trainer.accumulate_grad_batches
         path = self.folder / "environment.json"
-        first = read_record(path).get("processes") if self.resume and path.is_file() else None
-        if first not in (None, processes):
+        if self.resume is None or not path.is_file():
+            return
+        first = read_record(path)
+        then = {name: first.get(name) for name in self.split}
+        if None in (*then.values(), size):  # of an older version, or a data module of one's own
+            same = then["processes"] in (None, trainer.world_size)
+        else:
+            self.split_anew = then != self.split
+            same = math.prod(then.values()) == math.prod(self.split.values())
+        if not same:
             raise ValueError(
-                f"{self.folder} was trained by {first} process(es), here are {processes}: its "
-                f"batches would be others. Resume it with {first} (trainer.devices, num_nodes)"
+                f"an update is of {_told(then)}, and here would be of {_told(self.split)}; set "
+                "trainer.devices, data.batch_size or trainer.accumulate_grad_batches so that it "
+                "is of equally many items"
             )
 
-    def _write_facts(self, device: str, processes: int) -> None:
+    def _write_facts(self, device: str) -> None:
         assert self.folder is not None
-        facts = environment(self.seed, device) | {"processes": processes}
+        facts = environment(self.seed, device) | self.split
         path, record = self.folder / "environment.json", self.folder / "record.json"
         if self.resume is None or not path.is_file() or self.extended:
             write_whole(self.folder / "config.yaml", self.config_text)
@@ -186,6 +204,10 @@ class RunFolder(Callback):
             first.setdefault("resumed", []).append(facts)
             facts = first
         write_json(path, facts)
+
+
+def _told(split: dict[str, Any]) -> str:
+    return f"{split['processes']} x {split['batch_size']} x {split['accumulated']} items"
 
 
 class WholeCheckpoints(TorchCheckpointIO):

@@ -348,8 +348,7 @@ def _diverged(history: list[dict[str, Any]], tested: dict[str, Any] | None) -> s
     """Which losses are no finite numbers; None where all are."""
     epochs = [row["epoch"] + 1 for row in history if row["train/loss"] is None]
     found = [f"training, epoch {listed(epochs)}"] * bool(epochs)
-    loss = (tested or {}).get("loss")
-    found += ["test"] * (loss is not None and not math.isfinite(loss))
+    found += ["test"] * (not math.isfinite((tested or {}).get("loss") or 0))
     return f"losses that are no finite numbers: {'; '.join(found)}" if found else None
 
 

@@ -222,6 +222,11 @@ class TrainedModule(LightningModule):
         if batch_idx % max(1, self.trainer.log_every_n_steps) == 0:
             self.log("loss", loss.detach(), prog_bar=True, logger=False)
 
+    def _losses(self) -> Tensor:
+        """Of this process: (the epoch's sum up to here, of how many). Shape: [2]."""
+        own = [float(self._loss_sum or 0.0), self._loss_n]
+        return torch.tensor(own, dtype=EXACT, device=self.device)
+
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The mean over the batches of a window, in an epoch's last, shorter one too."""
         # Lightning has divided by accumulate_grad_batches
@@ -253,8 +258,7 @@ class TrainedModule(LightningModule):
         return max(group["lr"] for group in self.trainer.optimizers[0].param_groups)
 
     def on_train_epoch_end(self) -> None:
-        own = torch.tensor([float(self._loss_sum or 0.0), self._loss_n], dtype=EXACT)
-        total = self.trainer.strategy.reduce(own.to(self.device), reduce_op="sum").tolist()
+        total = self.trainer.strategy.reduce(self._losses(), reduce_op="sum").tolist()
         self._loss_sum, self._loss_n = None, 0
         n = int(total[1])
         loss = total[0] / n if n else math.nan
@@ -337,8 +341,7 @@ class TrainedModule(LightningModule):
             "history": self.history,
             # of an epoch that is under way
             "validation": self.validation,
-            "loss_sum": None if self._loss_sum is None else float(self._loss_sum),
-            "loss_n": self._loss_n,
+            "losses": self.all_gather(self._losses()).view(-1, 2).tolist(),  # of each process
             **self.saved_facts(),
             **self.run_info,
         }
@@ -349,9 +352,9 @@ class TrainedModule(LightningModule):
         self.data_config = own.get("data_config") or self.data_config
         self.history = [dict(row) for row in own.get("history") or []]
         self.validation = own.get("validation")
-        if own.get("loss_sum") is not None:
-            self._loss_sum = torch.tensor(own["loss_sum"], dtype=EXACT, device=self.device)
-            self._loss_n = own["loss_n"]
+        losses = own.get("losses") or [[own.get("loss_sum") or 0.0, own.get("loss_n", 0)]]
+        loss, n = losses[self.global_rank] if self.global_rank < len(losses) else (0.0, 0)
+        self._loss_sum, self._loss_n = torch.tensor(loss, dtype=EXACT, device=self.device), n
 
 
 def parameter_counts(model: nn.Module) -> dict[str, int]:
