@@ -260,6 +260,13 @@ def _stored_weight(projection: nn.Module) -> tuple[Tensor, bool]:
     A quantised projection may name it otherwise, or hold numbers of one byte (float8).
     """
     weight = getattr(projection, "weight", None)
+    if callable(weight):  # torch's own quantised modules
+        warnings.warn(
+            f"{type(projection).__module__} has no backward: with the method on such a base, "
+            "evaluate, but do not train",
+            stacklevel=1,
+        )
+        return weight(), True
     if weight is None:
         plain = (p for p in projection.parameters() if p.is_floating_point() and p.ndim > 1)
         weight = None if hasattr(projection, "in_features") else next(plain, None)

@@ -21,6 +21,7 @@ from transformers_models import (  # noqa: E402
     tiny,
 )
 
+import mmpreproj  # noqa: E402
 from mmpreproj import (  # noqa: E402
     PreProjConfig,
     attach,
@@ -361,6 +362,27 @@ def test_a_quantised_base_needs_the_dtype_of_the_new_parameters(pack):
     new = next(iter(preproj_modules(model).values()))
     assert new.up.weight.shape == (WIDTH * 5 // 4, WIDTH)
     assert new.up.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_a_dynamically_quantised_base_is_exact_and_told_not_to_be_for_training(tmp_path):
+    def quantised():
+        return torch.ao.quantization.quantize_dynamic(tiny("llama"), {torch.nn.Linear})
+
+    model, ids = quantised(), torch.arange(6)[None]
+    with torch.no_grad():
+        base = model(ids).logits
+        refused(model, r"packed weights \(torch.qint8\)")
+        with pytest.warns(UserWarning, match="has no backward"):
+            attach(model, PreProjConfig(dtype="float32"))
+        assert torch.equal(model(ids).logits, base)
+        for module in preproj_modules(model).values():
+            module.skip.weight.normal_(std=0.1)
+        moved = model(ids).logits
+        assert not torch.equal(moved, base)
+        mmpreproj.save(model, tmp_path)
+        assert torch.equal(mmpreproj.load(quantised(), tmp_path)(ids).logits, moved)
+        assert torch.equal(mmpreproj.detach(model)(ids).logits, base)
 
 
 @pytest.mark.slow
