@@ -104,6 +104,33 @@ def test_a_bitsandbytes_base(bits, folder):
     check_comes_back(model, folder, **keywords)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_base_of_torchs_dynamic_quantisation(folder):
+    def base():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder / "my_model")
+        return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+
+    model = base()
+    expected = model(IDS).logits
+    with pytest.raises(ValueError, match="packed weights .torch.qint8.: say which dtype"):
+        mmpreproj.attach(model)
+    mmpreproj.attach(model, mmpreproj.PreProjConfig(dtype="float32"))
+    assert torch.equal(model(IDS).logits, expected)
+    mmpreproj.save(perturb(model), folder / "dynamic")
+    again = mmpreproj.load(base(), folder / "dynamic")
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_an_offloaded_base_is_refused_before_anything_changes(folder):
+    accelerate = pytest.importorskip("accelerate")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "my_model")
+    expected = model(IDS).logits
+    accelerate.cpu_offload(model, execution_device="cpu")
+    with pytest.raises(ValueError, match="an offload hook"):
+        mmpreproj.attach(model)
+    assert not mmpreproj.preproj_modules(model) and torch.equal(model(IDS).logits, expected)
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_sft_comes_back_and_moves_nothing_but_the_method(packing, folder):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")

@@ -47,8 +47,11 @@ def test_after_lora_both_act_and_are_saved_and_each_is_taken_away(nested, tmp_pa
     for folder, part in ((tmp_path, "lora_"), (tmp_path / "second", ".preproj.")):
         saved = safetensors.torch.load_file(folder / "adapter_model.safetensors")
         assert saved and all(part in key for key in saved)
-    first = peft.PeftModel.from_pretrained(copy.deepcopy(fresh), tmp_path)
+    with pytest.warns(UserWarning, match=r"load_adapter\('second'\) is needed, too"):
+        first = peft.PeftModel.from_pretrained(copy.deepcopy(fresh), tmp_path)
     assert torch.equal(run(first), alone)
+    with pytest.warns(UserWarning, match=r"had \['default'\] beside it, of another method"):
+        peft.PeftModel.from_pretrained(copy.deepcopy(fresh), tmp_path / "second")
     second = peft.PeftModel.from_pretrained(first, tmp_path / "second", adapter_name="second")
     assert torch.equal(run(second), together)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from peft import PeftConfig
 
 from mmpreproj.card import write_card
+from mmpreproj.files import parse_json, write_whole
 from mmpreproj.folders import read_folder
 from mmpreproj.preproj import PreProjConfig
 
@@ -38,6 +40,8 @@ class PreProjPeftConfig(PeftConfig):
         target_modules: PEFT looks for it. Leave it None: where the method goes is known.
         base: what a saved adapter's base was, with a fingerprint of its weights: another base is
             refused. Saving writes it; set it to None to load onto other weights.
+        beside: what a saved adapter had beside it on the same model, of other methods. Saving
+            writes it, and loading says so.
 
     Raises:
         ValueError: naming the field, what it holds and what it takes.
@@ -58,6 +62,7 @@ class PreProjPeftConfig(PeftConfig):
     modules_to_save: list[str] | None = None
     target_modules: None = None
     base: dict[str, Any] | None = None
+    beside: list[str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,12 +80,13 @@ class PreProjPeftConfig(PeftConfig):
             self.modules_to_save = [self.modules_to_save]
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields; `base` is that of the model that is being saved."""
-        return {**super().to_dict(), "base": getattr(self, "saved_base", self.base)}
+        """The fields; `base` and `beside` are those of the model that is being saved."""
+        return super().to_dict() | getattr(self, "of_model", {})
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """As PEFT's, and what it takes to load the adapter in the card beside it."""
         super().save_pretrained(save_directory, **kwargs)
+        _mark_beside(Path(save_directory))
         if Path(save_directory, "adapter_model.safetensors").is_file():
             write_card(Path(save_directory), read_folder(Path(save_directory)), {}, "peft")
 
@@ -88,6 +94,17 @@ class PreProjPeftConfig(PeftConfig):
         """The part that is the method's own."""
         names = [field.name for field in dataclasses.fields(PreProjConfig)]
         return PreProjConfig(**{name: getattr(self, name) for name in names})
+
+
+def _mark_beside(folder: Path) -> None:
+    """PEFT puts the "default" adapter into the folder above: where that is LoRA, loading it alone
+    must not be silent. PEFT warns of keys that it does not know, and shows them."""
+    above = folder.parent / "adapter_config.json"
+    if above.is_file():
+        described = parse_json(above.read_bytes(), above)
+        if described.get("peft_type") != PreProjPeftType.PREPROJ:
+            note = f"mmpreproj: load_adapter({folder.name!r}) is needed, too: the model had both"
+            write_whole(above, json.dumps({**described, note: True}, indent=2, sort_keys=True))
 
 
 class AdapterConfigs(dict[str, PeftConfig]):

@@ -7,7 +7,8 @@ setup.cfg.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from peft import PeftConfig, PeftModel
@@ -75,6 +76,13 @@ class PreProjModel(BaseTuner):
     ) -> None:
         kwargs.pop("state_dict", None)  # the config says where parameters go, not the keys of some
         config = self.peft_config[adapter_name]
+        known = {**self.peft_config, **(getattr(model, "peft_config", None) or {})}
+        if config.beside and not _others(known):
+            warnings.warn(
+                f"the adapter was saved from a model that had {config.beside} beside it, of "
+                "another method: load that first, and this one onto it",
+                stacklevel=2,
+            )
         self._sites = find_sites(model, config.preproj_config())
         _check(model, adapter_name)
         _check_modules_to_save(model, config, self._sites, self._own_adapters())
@@ -186,7 +194,11 @@ class PreProjModel(BaseTuner):
         state_dict: dict[str, Tensor],
         **kwargs: Any,
     ) -> dict[str, Tensor]:
-        config.saved_base = _base_facts(unwrapped(model), config, adapter_name, state_dict)
+        base = unwrapped(model)
+        config.of_model = {
+            "base": _base_facts(base, config, adapter_name, state_dict),
+            "beside": _others(base.peft_config) or None,
+        }
         return {key: state_dict[key] for key in sorted(_keys(model, adapter_name))}
 
     @classmethod
@@ -241,6 +253,11 @@ def _base_facts(
     new = [by_name[adapter_name] for by_name in new if adapter_name in by_name]
     also = _saved_modules(model, config)
     return base_facts(model, config.preproj_config(), new, also, tensors)
+
+
+def _others(configs: Mapping[str, PeftConfig]) -> list[str]:
+    """The adapters of other methods."""
+    return sorted(n for n, c in configs.items() if not isinstance(c, PreProjPeftConfig))
 
 
 def _saved_modules(model: nn.Module, config: PreProjPeftConfig) -> list[str]:
