@@ -393,10 +393,8 @@ class LanguageModel(TrainedModule):
             print(f"the new parameters: {adapter}", flush=True)
             model.save_pretrained(str(adapter), save_embedding_layers=False)
         if self.hparams.prompts:
-            texts = [
-                continue_text(model, self.tokenizer, prompt, self.hparams.prompt_tokens, SEED + i)
-                for i, prompt in enumerate(self.hparams.prompts)
-            ]
+            asked, n = enumerate(self.hparams.prompts, SEED), self.hparams.prompt_tokens
+            texts = [continue_text(model, self.tokenizer, prompt, n, i) for i, prompt in asked]
             text = "\n\n".join(texts) + "\n"
             (folder / "sample.txt").write_text(text, encoding="utf-8")
             print(f"\nsample:\n{text}", flush=True)
