@@ -259,6 +259,7 @@ def test_describe_gives_the_counts_for_perplexities_per_word_and_byte(tmp_path):
         "n_bytes": len(text) + 1,
     }
     assert facts["val"]["n_tokens"] is None
+    assert (facts["val_fraction"], facts["test_fraction"]) == (0.0, None)  # text of its own
     assert facts["files"] == {"train": [train], "val": [], "test": [test]}
     assert facts["tokenizer"]["vocab_size"] == 32 and len(facts["tokenizer"]["hash"]) == 32
     assert facts["add_bos"] is True and facts["add_eos"] is True and facts["block_size"] == 10
