@@ -309,3 +309,39 @@ def test_sources_are_mixed_by_their_probabilities(tmp_path):
             ValueError, match="probabilities are one above 0 for each of the 2 names"
         ):
             module(names, tmp_path, probabilities=wrong)
+
+
+@pytest.mark.slow
+def test_a_run_on_packed_documents_checks_the_model_before_training(tmp_path):
+    import lightning
+
+    from mmpreproj.training import LanguageModel
+
+    path = write_lines(tmp_path / "a.jsonl", ["so it is", "the dog is lazy."] * 30)
+    for model_type, told in (("gpt_neox", None), ("bloom", "does not keep the documents")):
+        data = TextDataModule(
+            path,
+            cache_dir=str(tmp_path / "cache"),
+            block_size=24,
+            batch_size=2,
+            packing_strategy="bfd",
+        )
+        data.tokenizer = character_tokenizer()
+        small = {"hidden_size": 16, "num_attention_heads": 2}
+        small |= {"n_layer" if model_type == "bloom" else "num_hidden_layers": 1}
+        module = LanguageModel(model_type=model_type, model_args=small)
+        trainer = lightning.Trainer(
+            max_steps=2,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        )
+        if told:
+            with pytest.raises(ValueError, match=told):
+                trainer.fit(module, data)
+            continue
+        trainer.fit(module, data)
+        assert trainer.global_step == 2
+        figures = trainer.test(module, data, verbose=False)[0]
+        assert figures["test/n"] == data.datasets["test"].n_targets

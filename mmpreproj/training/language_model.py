@@ -176,6 +176,8 @@ class LanguageModel(TrainedModule):
         if h.grad_checkpointing:
             set_checkpointing(model)
         self.head = lm_head_of(model)
+        if getattr(data, "packing_strategy", None) == "bfd":
+            check_packing(model)
         self.model = model
         self.start_average()
         self.shard_model()
@@ -202,8 +204,6 @@ class LanguageModel(TrainedModule):
                 f"blocks of {data.block_size} tokens do not fit the model's {room} positions; set "
                 f"--data.block_size {room} or less"
             )
-        if getattr(data, "packing_strategy", None) == "bfd":
-            check_packing(self.model)
         if self.evaluations and not data.has_split("test"):
             raise ValueError(
                 f"evaluations ({', '.join(self.evaluations)}) run with the test, but there is no "
