@@ -113,9 +113,14 @@ class Memory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        share = 1.0
+        if func is torch.ops.aten._to_copy.default:  # FSDP2 gathers weights in autocast's dtype
+            share = (
+                0.0 if self.seen.get(args[0].untyped_storage()._cdata, (0, 1.0))[1] == 0 else 1.0
+            )
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self.add(tensor)
+                self.add(tensor, share)
         return out
 
 
@@ -229,7 +234,7 @@ def measure(
         with counter, memory:
             with torch.autocast("cpu", torch.bfloat16, enabled=half):
                 loss = loss_of(model, *batch)
-            kept = memory.live
+            kept, kept_beside_weights = memory.live, memory.split
             forward = memory.reset()
             # of the forward alone: in the backward, counts by module run into one another
             counts = {name: sum(of.values()) for name, of in counter.get_flop_counts().items()}
@@ -248,6 +253,7 @@ def measure(
         "gradients": bytes_of(trained),
         "optimiser": bytes_of(held),
         "activations": kept - weights,
+        "activations_split": kept_beside_weights,
         "flops": counter.get_total_flops() / size,
     }
     old, state = found["gradients"], found["optimiser"]
@@ -318,6 +324,9 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     optimizer = OptimizerConfig((init.get("optimizer") or {}).get("opt", "adamw"))
     accumulated = (trainer.get("accumulate_grad_batches") or 1) > 1
     base = json.loads(options.base) if options.base else None
+    if options.dtype:
+        init["dtype"] = options.dtype
+        init["preproj"] = {**(init.get("preproj") or {}), "dtype": "float32"}
     found: dict[str, Any] = {"batch_size": size, "precision": precision, "strategies": {}}
     for checkpointing in sorted({bool(init.get("grad_checkpointing")), True}):
         init["grad_checkpointing"] = checkpointing
@@ -333,9 +342,11 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         split = sharded(model, cost, options.devices, half)
         name = ", recomputing" if checkpointing else ""
         for strategy, peak in ((f"ddp{name}", whole), (f"fsdp2{name}", split)):
-            room = options.device_memory * 1e9 * 0.9 - (peak - cost["activations"])
-            most = max(0, int(room / (cost["activations"] / size)))
-            found["strategies"][strategy] = {**cost, "peak": peak, "largest_batch": most}
+            kept = cost["activations_split" if strategy.startswith("fsdp2") else "activations"]
+            room = options.device_memory * 1e9 * 0.9 - (peak - kept)
+            most = max(0, int(room / (kept / size)))
+            figures = {"peak": peak, "activations": kept, "largest_batch": most}
+            found["strategies"][strategy] = cost | figures
     return found
 
 
@@ -397,6 +408,7 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--classes", type=int, default=1000)
     parser.add_argument("--model", help="another one than the config's")
     parser.add_argument("--base", help="a language model's configuration, as JSON")
+    parser.add_argument("--dtype", help="of its weights, beside new parameters in float32")
     parser.add_argument("--batch-size", type=int, help="of a device; default: the config's")
     parser.add_argument("--tokens", type=int, help="in a block; default: the config's")
     parser.add_argument("--precision", help="default: the config's")
