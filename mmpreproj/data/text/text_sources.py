@@ -40,7 +40,7 @@ from mmpreproj.data.text.table_rows import (
     scan,
     suffix,
 )
-from mmpreproj.messages import listed
+from mmpreproj.messages import listed, short
 
 __all__ = ["Column", "Piece", "Sample", "TextFile", "decoded", "find_files", "in_pieces"]
 __all__ += ["line_start", "open_sources", "sample_documents"]
@@ -140,7 +140,7 @@ class Column:
     def _check(self, place: str, row: dict[str, Any]) -> str:
         key = self.text_key
         if key not in row:
-            found = sorted(map(str, row))
+            found = short(sorted(map(str, row)))
             raise ValueError(
                 f"{place}: no {key!r} there, found {found}; name it with text_key (or have "
                 "messages, prompt and completion, or instruction and output)"
