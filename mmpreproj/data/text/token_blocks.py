@@ -272,7 +272,8 @@ class PackedDocuments(TokenBlocks):
     def _count(self, whole: bool) -> int:
         ends = self.tokens.ends.astype(np.int64)
         # of n tokens n - 1 are read; the last is only predicted
-        starts, lengths = np.r_[0, ends[:-1]][: len(ends)], np.diff(ends, prepend=0) - 1
+        starts = np.r_[0, ends[:-1]][: len(ends)]
+        lengths = np.maximum(ends - starts - 1, 0)
         n_parts = -(-lengths // self.block_size)
         inside = np.arange(n_parts.sum()) - np.repeat(n_parts.cumsum() - n_parts, n_parts)
         self.starts = np.repeat(starts, n_parts) + inside * self.block_size
