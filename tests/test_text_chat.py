@@ -13,7 +13,7 @@ from transformers_models import tiny
 
 from mmpreproj.backbones.lm.lm_head import check_packing, hidden_states
 from mmpreproj.data.text import IGNORE, TextDataModule
-from mmpreproj.data.text.chat import Answers, Chat
+from mmpreproj.data.text.chat import Chat, ChatEncoder
 from mmpreproj.data.text.token_blocks import Mixture, PackedDocuments, best_fit
 from mmpreproj.training.lm_loss import lm_loss
 
@@ -199,7 +199,7 @@ def test_what_counts_is_what_counts_in_trl(tmp_path, name):
             # of Qwen's, TRL marks the line end behind "assistant" as well
             templates += [plain] if name != "qwen2_5" else []
         for template in templates:
-            answers = Answers(tokenizer, None, tokenizer.eos_token_id, template, None, only)
+            answers = ChatEncoder(tokenizer, None, tokenizer.eos_token_id, template, None, only)
             ids, counts = answers(Chat("x", row[0]))
             assert ids == expected["input_ids"], case
             labels = [i if c else IGNORE for i, c in zip(ids, counts, strict=True)]

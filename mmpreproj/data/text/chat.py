@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from mmpreproj.backbones.lm.lm_tokenizer import encode, tokenizer_name
 from mmpreproj.messages import about, short
 
-__all__ = ["Answers", "Chat", "is_chat", "text_of"]
+__all__ = ["ChatEncoder", "Chat", "is_chat", "text_of"]
 
 FORMS = ({"messages"}, {"prompt", "completion"}, {"instruction", "output"})
 ALPACA = (
@@ -96,7 +96,7 @@ def _common(a: list[int], b: list[int]) -> int:
     return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
-class Answers:
+class ChatEncoder:
     """The tokens of conversations under a tokenizer, and which of them count.
 
     Args:

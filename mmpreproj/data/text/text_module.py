@@ -20,7 +20,7 @@ from mmpreproj.backbones.lm.lm_tokenizer import (
     trained_bpe,
 )
 from mmpreproj.data.loaders import LabelledDataModule
-from mmpreproj.data.text.chat import Answers
+from mmpreproj.data.text.chat import ChatEncoder
 from mmpreproj.data.text.text_sources import Chats
 from mmpreproj.data.text.text_splits import SPLITS, TextSplits
 from mmpreproj.data.text.token_blocks import (
@@ -271,7 +271,7 @@ class TextDataModule(TextSplits, LabelledDataModule):
             loss = (self.completion_only_loss, self.assistant_only_loss)
             path = self.chat_template_path
             template = Path(path).expanduser().read_text(encoding="utf-8") if path else None
-            answers = Answers(self.tokenizer, bos, eos, template, *loss)
+            answers = ChatEncoder(self.tokenizer, bos, eos, template, *loss)
             about["chat"] = [answers.template, *loss]
         folder = self.cache_dir / _digest([about, bos, eos])
         about["tokenizer_name"] = self._tokenizer_name

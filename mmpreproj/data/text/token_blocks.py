@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from mmpreproj.backbones.lm.lm_tokenizer import encode, number_of_ids
-from mmpreproj.data.text.chat import Answers
+from mmpreproj.data.text.chat import ChatEncoder
 from mmpreproj.data.text.text_sources import Piece
 from mmpreproj.files import remove_folder, whole_folder
 
@@ -92,7 +92,7 @@ def tokens_of(
     about: dict[str, Any],
     title: str = "tokens",
     total: int | None = None,
-    answers: Answers | None = None,
+    answers: ChatEncoder | None = None,
 ) -> TokenFile:
     """The tokens in `folder`; if they are not there, `pieces` are tokenised into it.
 
@@ -125,7 +125,7 @@ def _write(
     bos: int | None,
     eos: int | None,
     told: Callable[[int], Any],
-    answers: Answers | None,
+    answers: ChatEncoder | None,
 ) -> dict[str, Any]:
     dtype = np.dtype("<u2" if number_of_ids(tokenizer) <= 1 << 16 else "<u4")
     counts = dict.fromkeys(("n_documents", "n_tokens", "n_words", "n_bytes"), 0)
