@@ -74,7 +74,7 @@ def add_section(
     path = folder / CARD
     section = f"{_START}\n{text}\n{_END}\n"
     if path.is_file() and not path.is_symlink():
-        card = path.read_text(encoding="utf-8")
+        card = path.read_text(encoding="utf-8", errors="surrogateescape")
         marked = re.compile(f"{re.escape(_START)}.*?{re.escape(_END)}\n?", re.DOTALL)
         if marked.search(card):
             card = marked.sub(lambda _: section, card, count=1)
@@ -87,7 +87,7 @@ def add_section(
         lines = [*named, f"library_name: {library}", f"license: {license or 'unknown'}"]
         header = "\n".join(["---", *lines, "tags: [mmpreproj]", "---"])
         card = f"{header}\n\n# {os.path.basename(os.path.abspath(folder))}\n\n{section}"
-    write_whole(path, card)
+    write_whole(path, card.encode(errors="surrogateescape"))
 
 
 def _library(format: str) -> str:

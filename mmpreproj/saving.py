@@ -176,6 +176,8 @@ def load(
     if before.config is None:
         with about(path, "does not fit this model"):
             config = _of_stacks(model, config, tensors)
+    elif folder.format == "peft":  # which names the dtype of its tensors
+        config = dataclasses.replace(config, dtype=before.config.dtype)
     if before.config is not None and before.config != config:
         raise ValueError(f"{path} was saved with {config}, but the model carries {before.config}")
     trained = {name: p.requires_grad for name, p in model.named_parameters()}

@@ -1,6 +1,7 @@
 """docs/hugging_face.md as it stands, and the same ways held against exact logits."""
 
 import copy
+import json
 import re
 import warnings
 from pathlib import Path
@@ -12,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 import torch  # noqa: E402
 from helpers import perturb  # noqa: E402
 from tokenizers import ByteLevelBPETokenizer  # noqa: E402
+from training_data import tool_main  # noqa: E402
 
 import mmpreproj  # noqa: E402
 
@@ -150,6 +152,23 @@ def test_sft_comes_back_and_moves_nothing_but_the_method(packing, folder):
     assert moved == {name for name in before if ".preproj." in name}
     again = mmpreproj.from_pretrained(folder / f"sft{packing}" / "checkpoint-2")
     assert torch.equal(again(IDS).logits, model.eval()(IDS).logits)
+
+
+def test_predict_continues_prompts_of_an_adapter_and_of_a_whole_model(folder, capsys):
+    model = attached(folder)
+    mmpreproj.save(model, folder / "adapter")
+    model.save_pretrained(folder / "whole")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "my_model")
+    tokenizer.save_pretrained(folder / "whole")
+    prompt = tokenizer("once upon", return_tensors="pt")
+    with torch.no_grad():
+        made = model.eval().generate(**prompt, max_new_tokens=4, do_sample=False)[0]
+    expected = tokenizer.decode(made, skip_special_tokens=True)
+    for name in ("adapter", "whole"):
+        table = folder / "texts.jsonl"
+        options = ["--tokens", "4", "--table", str(table), "--device", "cpu"]
+        assert tool_main("predict")([str(folder / name), "once upon", *options]) == 0
+        assert json.loads(table.read_text()) == {"prompt": "once upon", "text": expected}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -26,6 +26,8 @@ def test_pefts_folder_loads_and_goes_back_bit_for_bit(case, tmp_path):
     expected = run(model)
     ours = load(copy.deepcopy(fresh), tmp_path / "theirs")
     assert torch.equal(run(ours), expected)
+    filled = attach(copy.deepcopy(fresh), PreProjConfig(skip_rank=4, layers=[-1]))
+    assert torch.equal(run(load(filled, tmp_path / "theirs")), expected)
     save(ours, tmp_path / "ours")
     assert torch.equal(run(load(copy.deepcopy(fresh), tmp_path / "ours")), expected)
     save(ours, tmp_path / "back", format="peft")

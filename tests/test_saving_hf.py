@@ -107,6 +107,20 @@ def test_an_adapter_folder_that_names_its_base_is_enough(tmp_path):
         from_pretrained(tmp_path / "absent")
 
 
+def test_a_name_of_the_hub_is_taken_from_its_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("mmpreproj.hub_cache.reachable", lambda endpoint: False)
+    model = attached()
+    commit = "a" * 40
+    (tmp_path / "models--me--trained" / "refs").mkdir(parents=True)
+    (tmp_path / "models--me--trained" / "refs" / "main").write_text(commit)
+    model.save_pretrained(tmp_path / "models--me--trained" / "snapshots" / commit)
+    x = inputs(model)
+    assert torch.equal(outputs(from_pretrained("me/trained"), x), outputs(model, x))
+    with pytest.raises(ConnectionError, match="me/absent is no local folder"):
+        from_pretrained("me/absent")
+
+
 def test_a_folder_that_names_a_class_of_no_library_runs_nothing(tmp_path):
     attached().save_pretrained(tmp_path)
     described = json.loads((tmp_path / "config.json").read_text())
