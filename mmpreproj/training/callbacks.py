@@ -49,12 +49,26 @@ def check_parts(trainer: Trainer) -> None:
 
 
 class RunTrainer(Trainer):
-    """Lightning's, which heeds SIGTERM only where no gradients of a part of an update are held."""
+    """Lightning's, which heeds SIGTERM only where no gradients of a part of an update are held, and
+    in all processes behind the same update."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._signal_connector._sigterm_notifier_fn = self._note_sigterm
+
+    def _note_sigterm(self, signum: int, _: Any) -> None:
+        # Lightning's also sends to the other processes, in the middle of whatever they send
+        if not self._signal_connector.received_sigterm and self.strategy.launcher is not None:
+            self.strategy.launcher.kill(signum)
+        self._signal_connector.received_sigterm = True
 
     @property
     def received_sigterm(self) -> bool:
-        fits = self.state.fn == TrainerFn.FITTING
-        return super().received_sigterm and not (fits and self.fit_loop._should_accumulate())
+        if self.state.fn == TrainerFn.FITTING:
+            saves = any(isinstance(callback, LastCheckpoint) for callback in self.callbacks)
+            if self.fit_loop._should_accumulate() or (saves and self.world_size > 1):
+                return False  # LastCheckpoint stops all processes
+        return super().received_sigterm
 
 
 OWN = ("best_epoch", "best_loss", "best_validation")  # what RunCheckpoint adds to Lightning's
@@ -112,9 +126,13 @@ class LastCheckpoint(RunCheckpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        pl_module.log_step(outputs)  # which it does after the callbacks: the row belongs here
         if self.every_n_steps and trainer.global_step % self.every_n_steps == 0:
-            pl_module.log_step(outputs)  # which it does after the callbacks: the row belongs here
             self._save_between(trainer)
+        if trainer.world_size > 1 and _can_start_here(trainer):
+            told = trainer._signal_connector.received_sigterm
+            if trainer.strategy.reduce_boolean_decision(told, all=False):
+                raise SIGTERMException
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_global_step_saved = 0  # the one of its last update was without its validation
@@ -127,15 +145,16 @@ class LastCheckpoint(RunCheckpoint):
             self._save_between(trainer)
 
     def _save_between(self, trainer: Trainer) -> None:
-        """Save, if a run can start from here: behind an update, and before the epoch's end."""
-        if self._should_skip_saving_checkpoint(trainer):
-            return
-        fit = trainer.fit_loop
-        batches = fit.epoch_loop
-        ends = batches._num_ready_batches_reached() or trainer.should_stop
-        ends &= not batches._should_check_val_fx(fit._data_fetcher)
-        if not (ends or batches._should_accumulate() or trainer.global_step == trainer.max_steps):
+        if _can_start_here(trainer) and not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, {})
+
+
+def _can_start_here(trainer: Trainer) -> bool:
+    """Whether a run can go on from here: behind an update, and before the epoch's end."""
+    fit, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    ends = batches._num_ready_batches_reached() or trainer.should_stop
+    ends &= not batches._should_check_val_fx(fit._data_fetcher)
+    return not (ends or batches._should_accumulate() or trainer.global_step == trainer.max_steps)
 
 
 class BestCheckpoint(RunCheckpoint):

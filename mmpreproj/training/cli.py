@@ -220,7 +220,8 @@ class TrainCLI(LightningCLI):
             finish_run(self.trainer, self.model, self.datamodule, *watched, self.seed, test)
         except (KeyboardInterrupt, SystemExit) as stop:
             folder = self.folder.folder
-            if folder is not None and checkpoint_path(folder, "last").exists():
+            there = folder is not None and checkpoint_path(folder, "last").exists()
+            if there and self.trainer.is_global_zero:
                 print(f"\ninterrupted; to go on: {sys.argv[0]} --resume {folder}", flush=True)
             if isinstance(stop, SystemExit) and not stop.code:  # Lightning's, after SIGTERM
                 raise SystemExit(128 + signal.SIGTERM) from stop

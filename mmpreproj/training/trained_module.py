@@ -227,6 +227,12 @@ class TrainedModule(LightningModule):
         own = [float(self._loss_sum or 0.0), self._loss_n]
         return torch.tensor(own, dtype=EXACT, device=self.device)
 
+    def _losses_of_all(self) -> list[list[float]]:
+        found = [self._losses().tolist()] * self.trainer.world_size
+        if len(found) > 1:
+            torch.distributed.all_gather_object(found, found[0])
+        return found
+
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The mean over the batches of a window, in an epoch's last, shorter one too."""
         # Lightning has divided by accumulate_grad_batches
@@ -341,7 +347,7 @@ class TrainedModule(LightningModule):
             "history": self.history,
             # of an epoch that is under way
             "validation": self.validation,
-            "losses": self.all_gather(self._losses()).view(-1, 2).tolist(),  # of each process
+            "losses": self._losses_of_all(),
             **self.saved_facts(),
             **self.run_info,
         }

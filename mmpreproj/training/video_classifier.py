@@ -171,10 +171,10 @@ class VideoClassifier(ImageClassifier):
 
     def figures(self, split: str) -> dict[str, Any]:
         result = self._over_sets("as_is")
+        if result["n"] and len(result["sets"]) > 1:
+            result |= {f"top1_{name}": found["top1"] for name, found in result["sets"].items()}
         if split == "val":
-            several = result["n"] and len(result["sets"]) > 1
-            sets = result["sets"].items() if several else ()
-            return result | {f"top1_{name}": found["top1"] for name, found in sets}
+            return result
         result["controls"] = {name: self._over_sets(name) for name in self.hparams.controls}
         if "reversed" in self.hparams.controls and Answers(self._data()).opposites:
             result["opposite"] = int(self.counted["opposite"].compute()["n"])
