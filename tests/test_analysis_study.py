@@ -288,8 +288,9 @@ def test_a_candidate_without_the_figure_is_never_the_best(goal):
     assert choice.best([None, None]) is None
 
 
-def test_the_records_in_docs_give_the_table_there():
+@pytest.mark.parametrize("name", ["probe", "claims_images"])
+def test_the_records_in_docs_give_the_table_there(name):
     """Their folders are named after what the runs were made of, configs/probe.yaml included."""
     root = Path(__file__).parents[1]
-    study, results = Study.read(root / "configs/studies/probe.yaml"), root / "docs/results"
-    assert markdown(study, summarise(study, results)) == (results / "probe.md").read_text()
+    study, results = Study.read(root / f"configs/studies/{name}.yaml"), root / "docs/results"
+    assert markdown(study, summarise(study, results)) == (results / f"{name}.md").read_text()
