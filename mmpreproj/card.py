@@ -31,6 +31,7 @@ def write_card(folder: Path, held: Folder, said: Mapping[str, Any], format: str)
         f"skip of {'full rank' if config.skip_rank is None else f'rank {config.skip_rank}'}"
         if config.content_skip
         else "no skip",
+        f"before {'attention and MLP' if config.sites == 'both' else config.sites}",
         "all blocks" if config.layers is None else f"blocks {config.to_dict()['layers']}",
     ]
     count = sum(tensor.numel() for tensor in held.tensors.values())
