@@ -137,6 +137,7 @@ def write_peft(folder: Path, held: Folder) -> None:
     alone = sorted(path for path in held.also if path in held.tensors)
     if alone:
         raise ValueError(f"PEFT's modules_to_save takes modules, and {alone[0]!r} is a parameter")
+    causal = str(held.base.get("architecture")).endswith("ForCausalLM")
     described = {
         **held.config.to_dict(),
         "peft_type": "PREPROJ",
@@ -144,6 +145,7 @@ def write_peft(folder: Path, held: Folder) -> None:
         "base_model_name_or_path": held.base.get("name"),
         "inference_mode": True,
         "modules_to_save": sorted(modules) or None,
+        "task_type": "CAUSAL_LM" if causal else None,
     }
     write_whole(folder / PEFT_WEIGHTS, safetensors.torch.save(tensors, {"format": "pt"}))
     write_whole(folder / PEFT_CONFIG, json.dumps(described, indent=2, sort_keys=True) + "\n")

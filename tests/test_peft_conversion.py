@@ -44,6 +44,7 @@ def test_what_attach_trained_goes_to_peft_bit_for_bit(tmp_path):
     save(model, tmp_path, format="peft")
     assert not list(tmp_path.glob("preproj.*"))
     theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
+    assert isinstance(theirs, peft.PeftModelForCausalLM)
     assert torch.equal(run(theirs), run(model))
     assert torch.equal(run(load(copy.deepcopy(base), tmp_path)), run(model))
 
