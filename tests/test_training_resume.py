@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from lightning.pytorch import callbacks as lightning_callbacks
 from training_data import TOOLS
 
+import mmpreproj
 from mmpreproj.analysis.records import read_record
 from mmpreproj.training import ImageClassifier, load_run
 from mmpreproj.training.callbacks import BestCheckpoint
@@ -223,6 +225,24 @@ def test_workers_that_outlive_a_run_do_not_hold_its_folder(tmp_path):
     finally:
         os.kill(worker, signal.SIGKILL)
         os.waitpid(worker, 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_several_processes_save_into_one_folder_at_once(tmp_path):
+    model = timm.create_model("vit_preproj_tiny", depth=1)  # it carries the method
+    ranks = []
+    for _ in range(2):
+        if (rank := os.fork()) == 0:
+            try:
+                for _ in range(20):
+                    mmpreproj.save(model, tmp_path / "adapter")
+                os._exit(0)
+            finally:
+                os._exit(1)
+        ranks.append(rank)
+    assert [os.waitpid(rank, 0)[1] for rank in ranks] == [0, 0]
+    assert not list((tmp_path / "adapter").glob("*.tmp"))
+    mmpreproj.load(model, tmp_path / "adapter")
 
 
 # Resumed with settings
