@@ -197,7 +197,8 @@ def main() -> int:
             expected, places = whole(arguments, folder)
             unbroken.append((settings, arguments, expected, places, time.monotonic() - begun))
         names = sorted({name for run in unbroken for name in run[3]})
-        plan = draw.sample(names, len(names)) + [None] * args.times
+        plan = [*names, *[None] * args.times]
+        draw.shuffle(plan)
         done = wrong = 0
         for number, name in enumerate(plan):
             if time.monotonic() - started > 60 * args.minutes:
