@@ -3,7 +3,7 @@
     python tools/kill_runs.py image --minutes 3 --seed 1      also: video, text
 
 Runs are killed with SIGKILL, twice each: at every callback hook of Lightning's and every file that
-is about to take its name or just has it, at a place where that happens drawn at random; then at
+is about to take its name or just has it, at a place where that happens drawn at random; and at
 random times. The settings alternate among five that cover all pairs of: workers or none,
 accumulation or none, a moving average or none, checkpoints of steps or none. `image`, `video` and
 `text` are small versions of the default configs; what else is on the line goes to train.py. The
