@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from mmpreproj.backbones.lm.lm_tokenizer import encode, tokenizer_name
 from mmpreproj.messages import about, short
 
-__all__ = ["ChatEncoder", "Chat", "is_chat", "text_of"]
+__all__ = ["Chat", "ChatEncoder", "is_chat", "text_of"]
 
 FORMS = ({"messages"}, {"prompt", "completion"}, {"instruction", "output"})
 ALPACA = (
