@@ -146,8 +146,7 @@ def test_a_run_that_is_killed_anywhere_ends_as_the_unbroken_one(kill_runs, tmp_p
     for name, at in kills.items():
         found = kill_runs.broken(arguments, tmp_path / name, at)
         assert list(kill_runs.differences(expected, found)) == [], name
-    leftovers = [path for path in tmp_path.rglob("*.tmp")]
-    assert leftovers == []
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 @pytest.mark.parametrize("at_batch", [3, 4])
@@ -261,12 +260,8 @@ def test_the_command_that_is_issued_again_resumes_and_others_are_refused(monkeyp
             main(["tiny.yaml", "--resume", *settings])
     environment = json.loads((folder / "environment.json").read_text())
     (folder / "environment.json").write_text(json.dumps(environment | {"processes": 2}))
-    for settings, told in (
-        ([], "of 2 x 8 x 1 items, and here would be of 1 x 8 x 1"),
-        (["--run.every_n_steps", "4"], "of 2 x 8 x 1 items"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            main(["tiny.yaml", "--resume", *settings])
+    with pytest.raises(ValueError, match="of 2 x 8 x 1 items, and here would be of 1 x 8 x 1"):
+        main(["tiny.yaml", "--resume"])
     (folder / "environment.json").write_bytes(before[folder / "environment.json"])
     assert files(folder) == before
     assert main(["tiny.yaml", *command, "--resume", "--data.num_workers", "0"]) == folder
