@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ def tool(name):
     return module
 
 
+sys.path.insert(0, str(TOOLS))  # where its parts are
 plan = tool("plan")
+sys.path.remove(str(TOOLS))
 LLAMA = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
