@@ -426,7 +426,7 @@ def test_another_decord_than_decord2_is_warned_about(monkeypatch):
 def test_a_missing_package_says_what_to_install(tmp_path, monkeypatch, package, decoder):
     path = write_clip(tmp_path / "a.mp4", 2)
     monkeypatch.setitem(sys.modules, package, None)
-    for module in (decord_reader._decord, decode._av):
+    for module in (decord_reader._decord, decode.pyav):
         module.cache_clear()
     with pytest.raises(ImportError, match=r"pip install -e '\.\[video\]'"):
         read_frames(path, [0], decoder)

@@ -19,17 +19,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from mmpreproj.data.labelled_files import UnreadableFile
-from mmpreproj.messages import need
+from mmpreproj.data.video.video_faults import UnreadableVideo, check_file, fault, pyav
 
 if TYPE_CHECKING:
     import av
@@ -48,13 +45,6 @@ PACKET_IS_FRAME = frozenset({"h264", "hevc", "vp9", "av1", "mjpeg", "prores", "d
 """Codecs of which each packet gives one frame. Not so VP8 (hidden frames) or MPEG-4 in AVI."""
 STATES_TIMES = frozenset({"mov", "matroska", "mpegts", "flv"})
 """Containers that store when a frame is shown. In AVI, FFmpeg makes that up, at times wrongly."""
-
-TEXT = frozenset({7, 8, 9, 10, 12, 13, 27} | set(range(32, 256)) - {127})
-PLAYLISTS = (b"#EXTM3U", b"ffconcat version", b"<MPD")
-
-
-class UnreadableVideo(UnreadableFile):
-    """A video file that cannot be decoded; the message names the file and the likely reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,11 +120,6 @@ class _Unlike(Exception):
     """The file holds other frames than its packets said."""
 
 
-@functools.cache
-def _av() -> ModuleType:
-    return need("av", "reading videos (with another decoder than 'decord')", "video")
-
-
 class VideoFile:
     """An open file; closed at the end of the `with`, so that nothing stays open across a fork."""
 
@@ -156,13 +141,13 @@ class VideoFile:
         self.container.close()
 
     def _open(self) -> tuple[av.container.InputContainer, av.video.stream.VideoStream]:
-        av = _av()
+        av = pyav()
         try:
             # an absolute path: FFmpeg would take "a:b.mp4" for a protocol
             container = av.open(os.path.abspath(self.path))
         except Exception as error:  # on damaged files PyAV raises IndexError and others, too
             what = "not a video file, or its start or index is missing"
-            raise _fault(self.path, what, error) from error
+            raise fault(self.path, what, error) from error
         streams = [s for s in container.streams if s.type == "video" and s.codec_context]
         # the cover picture of a song is a video stream to FFmpeg
         cover = av.stream.Disposition.attached_pic
@@ -171,7 +156,7 @@ class VideoFile:
             kinds = sorted({s.type for s in container.streams}) or ["nothing"]
             container.close()
             what = f"no video stream that can be decoded (there is {', '.join(kinds)})"
-            raise _fault(self.path, what)
+            raise fault(self.path, what)
         best = container.streams.best("video")  # FFmpeg's choice, and decord's: the default one
         stream = best if best in streams else streams[0]
         stream.codec_context.thread_count = self.threads
@@ -197,9 +182,9 @@ class VideoFile:
                 pts.append(time)
         except Exception as error:
             what = f"damaged, reading stops after packet {len(pts)}"
-            raise _fault(self.path, what, error) from error
+            raise fault(self.path, what, error) from error
         if not pts:
-            raise _fault(self.path, "its video stream is empty")
+            raise fault(self.path, "its video stream is empty")
         self.packets = packets if held <= MAX_HELD else None
         self.times.sort()
         self.keys = sorted(keys)
@@ -264,7 +249,7 @@ class VideoFile:
                             frames[last] = frame
                 context.flush_buffers()
         except Exception as error:
-            raise _Unlike from _fault(self.path, "damaged", error)
+            raise _Unlike from fault(self.path, "damaged", error)
         if len(frames) < len(wanted):
             raise _Unlike
         return frames
@@ -301,9 +286,9 @@ class VideoFile:
                         n += 1
             except Exception as error:
                 what = f"damaged after frame {n} of {self.n_frames or 'an unknown number'}"
-                raise _fault(self.path, what, error) from error
+                raise fault(self.path, what, error) from error
         if n == 0:
-            raise _fault(self.path, "no frame can be decoded")
+            raise fault(self.path, "no frame can be decoded")
 
     def _read_in_order(self, indices: Indices) -> np.ndarray:
         frames: list[av.VideoFrame] | None = []
@@ -324,14 +309,14 @@ class VideoFile:
             found = {i: frame for i, frame in in_order if i in chosen}
         for i in wanted:
             if found[i].is_corrupt:
-                raise _fault(self.path, f"frame {i} is damaged, and what it shows is made up")
+                raise fault(self.path, f"frame {i} is damaged, and what it shows is made up")
         return self._to_rgb([found[i] for i in wanted], wanted)
 
     # Pixels
 
     def _to_rgb(self, frames: list[av.VideoFrame], wanted: list[int]) -> np.ndarray:
         """uint8 [T, H, W, 3]; each different frame is converted once."""
-        av = _av()
+        av = pyav()
         converter = av.video.reformatter.VideoReformatter()
         # from 17 on PyAV would start a thread a core for each frame; before, it had none
         one_thread = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}
@@ -369,9 +354,6 @@ def turning(frame: av.VideoFrame) -> Callable[[np.ndarray], np.ndarray]:
     return lambda image: image.swapaxes(0, 1)[:: -1 if b < 0 else 1, :: -1 if c < 0 else 1]
 
 
-# Files
-
-
 def whole(packets: Iterator[av.Packet]) -> Iterator[av.Packet]:
     """Those with data; without the last one, if the file breaks off in it."""
     short = None
@@ -382,33 +364,3 @@ def whole(packets: Iterator[av.Packet]) -> Iterator[av.Packet]:
             short = packet if packet.is_corrupt else None
             if short is None:
                 yield packet
-
-
-def check_file(path: str) -> None:
-    """Raises: UnreadableVideo for what needs no decoder to be told, with the reason."""
-    try:
-        if os.path.isdir(path):
-            raise _fault(path, "it is a folder")
-        with open(path, "rb") as file:
-            head = file.read(512)
-    except OSError as error:
-        raise _fault(path, "it cannot be opened", error) from error
-    if not head:
-        raise _fault(path, "the file is empty (0 bytes)")
-    # Every container has other bytes than text near its start. FFmpeg would follow a playlist in
-    # a file that is called .mp4 to other files, or addresses.
-    if all(byte in TEXT for byte in head) or any(mark in head for mark in PLAYLISTS):
-        raise _fault(path, "it is not a video file, but text")
-
-
-def _fault(path: str, what: str, error: Exception | None = None) -> UnreadableVideo:
-    """The error to raise, with its cause.
-
-    Raises: a MemoryError again: it says something about this machine, not about the file. FFmpeg's
-    own does not; it stands for an absurd size in a damaged header.
-    """
-    if isinstance(error, MemoryError) and not isinstance(error, _av().error.FFmpegError):
-        raise error
-    if error is not None:
-        what += f" ({type(error).__name__}: {getattr(error, 'strerror', None) or error})"
-    return UnreadableVideo(f"cannot read video {path!r}: {what}")
