@@ -11,7 +11,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True)
-def _seeded():
+def _seeded(monkeypatch):
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # Lightning's, of the test before
+        monkeypatch.delenv(name, raising=False)
     torch.manual_seed(0)
 
 
