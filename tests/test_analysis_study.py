@@ -113,7 +113,8 @@ def test_a_stopped_study_stops_its_runs_and_starts_no_other(study, tmp_path):
     package = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     with subprocess.Popen([sys.executable, "-c", STUDY], cwd=tmp_path, env=package) as process:
         deadline = time.monotonic() + 60
-        while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+        begun = tmp_path / "begun"
+        while not (begun.exists() and begun.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)
         process.terminate()
         assert process.wait(30) == 143

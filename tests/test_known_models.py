@@ -20,7 +20,7 @@ def known_models():
         yield lambda config=config: transformers.GPTNeoXForCausalLM(config)
 
 
-@pytest.mark.parametrize("build", known_models())
+@pytest.mark.parametrize("build", list(known_models()))
 def test_what_is_known_of_a_model_is_what_reading_it_finds(build, monkeypatch):
     model = build()
     if mmpreproj.preproj_modules(model):

@@ -15,6 +15,7 @@ from training_data import TOOLS, classifier, tool_main, trainer
 import mmpreproj
 from mmpreproj.data import DigitsDataModule
 from mmpreproj.data.image.digits import load_digits
+from mmpreproj.training import load_run
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +50,27 @@ def test_evaluation_gives_figures_with_intervals_and_a_table_by_class(run, capsy
     assert found["test"]["top5"]["value"] >= top1["value"]
     assert found["checkpoint"]["which"] == "best" and found["checkpoint"]["epoch"] == 0
     assert "n = 540" in capsys.readouterr().out
+
+
+def test_measuring_says_what_each_part_does(run, tmp_path, capsys):
+    """The loss with the skip off is that of a skip whose weight is zero."""
+    tool_main("measure")([str(run), "--items", "40", "--out", str(tmp_path / "measured.json")])
+    found = json.loads((tmp_path / "measured.json").read_text())
+    assert found["n"] == 40 and "blocks.0.attn" in capsys.readouterr().out
+    module, data = load_run(run)
+    data.setup("test")
+    batches = [(data.finish(*batch), batch[1]) for batch in data.test_dataloader()]  # of 32
+    images, targets = (torch.cat(parts)[:40] for parts in zip(*batches, strict=True))
+
+    def loss():
+        with torch.no_grad():
+            return float(torch.nn.functional.cross_entropy(module.evaluated(images), targets))
+
+    whole = loss()
+    (preproj,) = mmpreproj.preproj_modules(module.evaluated).values()
+    torch.nn.init.zeros_(preproj.skip.weight)
+    (row,) = found["loss_rises"]
+    assert row["skip"] == pytest.approx(loss() - whole, abs=1e-5)
 
 
 def test_evaluating_again_overwrites_nothing(run):
