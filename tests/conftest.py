@@ -12,8 +12,9 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def _seeded(monkeypatch):
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # Lightning's, of the test before
-        monkeypatch.delenv(name, raising=False)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # Lightning's: none before, none behind
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
     torch.manual_seed(0)
 
 

@@ -41,11 +41,8 @@ trainer:
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path, monkeypatch):
-    """Run in an empty folder, and leave Lightning's seed out of the environment."""
+    """Run in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "0")
-        monkeypatch.delenv(name)
     Path("tiny.yaml").write_text(CONFIG)
 
 

@@ -53,11 +53,8 @@ trainer:
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path, monkeypatch):
-    """Run in an empty folder, without plots, and leave Lightning's seed out of the environment."""
+    """Run in an empty folder, without plots."""
     monkeypatch.chdir(tmp_path)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "0")
-        monkeypatch.delenv(name)
     monkeypatch.setattr("mmpreproj.training.runs._plots", lambda *_: None)
     Path("tiny.yaml").write_text(CONFIG)
 
