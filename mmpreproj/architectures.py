@@ -25,10 +25,12 @@ __all__ = [
     "Site",
     "SiteRule",
     "Uniform",
+    "adapters_beside",
     "class_name",
     "known_stack",
     "rules_of",
     "starred",
+    "unwrapped",
     "width_of",
 ]
 
@@ -281,3 +283,17 @@ def width_of(module: nn.Module) -> int | None:
         if weight is not None and weight.ndim == 1:
             return weight.shape[0]
     return None
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself, of a PeftModel around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def adapters_beside(model: nn.Module) -> list[str]:
+    """The paths of what PEFT's other methods have put into a model, such as LoRA's matrices."""
+    return [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for name in getattr(module, "adapter_layer_names", ())
+    ]

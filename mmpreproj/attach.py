@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmpreproj.architectures import Found, Site, width_of
+from mmpreproj.architectures import Found, Site, adapters_beside, unwrapped, width_of
 from mmpreproj.blocks import CROSS
 from mmpreproj.preproj import PreProj, PreProjConfig
 from mmpreproj.sites import block_sites, chosen, find
@@ -38,7 +38,6 @@ from mmpreproj.swap import (
     swap,
     swap_back,
 )
-from mmpreproj.wrapped import adapters_beside, unwrapped
 
 __all__ = ["attach", "attach_block", "attachment_of", "detach", "freeze_base", "is_within"]
 __all__ += ["make_preproj", "new_parameters", "plan_swaps", "preproj_modules", "refuse_compiled"]

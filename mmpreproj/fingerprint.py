@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmpreproj.architectures import adapters_beside, unwrapped
 from mmpreproj.attach import (
     attachment_of,
     is_within,
@@ -18,7 +19,6 @@ from mmpreproj.messages import short
 from mmpreproj.preproj import PreProj, PreProjConfig
 from mmpreproj.sites import find
 from mmpreproj.values import class_of
-from mmpreproj.wrapped import adapters_beside, unwrapped
 
 __all__ = ["base_facts", "base_name", "base_parameters", "base_shape", "check_base"]
 __all__ += ["fingerprint", "whole"]

@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from mmpreproj.architectures import unwrapped
 from mmpreproj.attach import (
     Attachment,
     attach,
@@ -38,7 +39,6 @@ from mmpreproj.folders import CONFIG_FILE, WEIGHTS_FILE, Folder, read_folder, wr
 from mmpreproj.messages import about, listed
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.sites import chosen, find, find_sites
-from mmpreproj.wrapped import unwrapped
 
 __all__ = ["fingerprint", "load", "save"]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from mmpreproj.analysis.records import read_yaml, write_json
-from mmpreproj.training.console import quieten, run_tool
+from mmpreproj.training.console import print_table, quieten, run_tool
 from mmpreproj.training.per_file import PerFile
-from mmpreproj.training.runs import evaluate, print_table
+from mmpreproj.training.runs import evaluate
 
 
 def split_overrides(words: Sequence[str]) -> dict[str, str]:

@@ -23,8 +23,7 @@ from torch.nn import functional as F
 from mmpreproj.analysis.parts import activations, effective_ranks, linear_probe, loss_rises
 from mmpreproj.files import write_whole
 from mmpreproj.training import ImageClassifier, LanguageModel, load_run
-from mmpreproj.training.console import quieten, run_tool
-from mmpreproj.training.runs import print_table
+from mmpreproj.training.console import print_table, quieten, run_tool
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -21,9 +21,8 @@ from mmpreproj.backbones.building import input_config
 from mmpreproj.data.video.video_lists import EXTENSIONS
 from mmpreproj.folders import read_folder
 from mmpreproj.training import ImageClassifier, load_run
-from mmpreproj.training.console import quieten, run_tool
+from mmpreproj.training.console import print_table, quieten, run_tool
 from mmpreproj.training.per_file import write_table
-from mmpreproj.training.runs import print_table
 
 DRAWN = 64  # more files than this are listed but not drawn
 

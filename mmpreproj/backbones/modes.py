@@ -1,5 +1,5 @@
-"""Modes of a model: evaluating for a while; in transformers' models, recomputing activations, and
-rotary frequencies whatever the precision."""
+"""Modes of a model: evaluating for a while, split over processes; in transformers' models,
+recomputing activations, and rotary frequencies whatever the precision."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-__all__ = ["evaluating", "exact_frequencies", "set_checkpointing", "train_blocks"]
+__all__ = ["evaluating", "exact_frequencies", "is_sharded", "set_checkpointing", "train_blocks"]
 
 # Fields of a configuration by which some blocks drop out by themselves, instead of by a module
 _DROPOUT = ("dropout", "hidden_dropout", "attention_dropout", "activation_dropout")
@@ -87,3 +87,8 @@ def train_blocks(model: nn.Module) -> None:
                     f"dropout on ({name}={rate}); leave grad_checkpointing off"
                 )
         module.training = True
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether parameters are split over processes."""
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())

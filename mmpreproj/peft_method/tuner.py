@@ -16,6 +16,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
+from mmpreproj.architectures import unwrapped
 from mmpreproj.attach import is_within, make_preproj, plan_swaps, report, swap_all
 from mmpreproj.fingerprint import base_facts, base_parameters, check_base
 from mmpreproj.messages import nearest
@@ -24,7 +25,6 @@ from mmpreproj.peft_method.layer import NO_MERGE, PreProjLayer
 from mmpreproj.preproj import PreProj
 from mmpreproj.sites import Site, find_sites
 from mmpreproj.swap import AttentionSwap, Swapped, swap_back
-from mmpreproj.wrapped import unwrapped
 
 __all__ = ["PreProjModel"]
 

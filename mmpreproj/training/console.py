@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["quieten", "run_tool"]
+__all__ = ["print_table", "quieten", "run_tool"]
 
 # Hints of Lightning's that do not apply here, each for the reason given. Nothing else is silenced.
 NOT_APPLICABLE = (
@@ -34,6 +34,16 @@ def quieten() -> None:
         warnings.filterwarnings("ignore", message=message)
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     log.addFilter(lambda record: "Tip: For seamless" not in record.getMessage())
+
+
+def print_table(title: str, rows: list[list[str]], columns: list[str] | None = None) -> None:
+    """Columns that stand below each other, under a title."""
+    rows = [columns, *rows] if columns else rows
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print(f"\n{title}")
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  " + "  ".join(cells).rstrip(), flush=True)
 
 
 def run_tool(main: Callable[[], Any]) -> int:

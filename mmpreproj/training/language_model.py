@@ -30,11 +30,10 @@ from mmpreproj.evaluation.encoding import continue_text
 from mmpreproj.evaluation.tasks import EvaluationConfig, mean_exp, read_suite, run_suite, task_line
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.saving import fingerprint
-from mmpreproj.training.lm_loss import lm_loss
+from mmpreproj.training.lm_loss import lm_loss, through_forward
 from mmpreproj.training.lora import LoraConfig, attach_lora
 from mmpreproj.training.metrics import Sums, finite
 from mmpreproj.training.recipe import OptimizerConfig, ScheduleConfig, as_config
-from mmpreproj.training.sharding import through_forward
 from mmpreproj.training.trained_module import TrainedModule
 
 __all__ = ["LanguageModel"]

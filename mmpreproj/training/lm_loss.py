@@ -8,6 +8,7 @@ given up again; only the gradients of the hidden states and, where it trains, of
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmpreproj.backbones.lm.lm_head import LMHead, hidden_states, lm_head_of
+from mmpreproj.backbones.modes import is_sharded
 
-__all__ = ["head_loss", "lm_loss", "whole_loss"]
+__all__ = ["head_loss", "lm_loss", "through_forward", "whole_loss"]
 
 IGNORED = -100
 
@@ -193,3 +195,22 @@ def _scaled(
     scaled.div_(cap).tanh_()
     slope = scaled.square().neg_().add_(1).mul_(multiplier)
     return scaled.mul_(cap), slope
+
+
+def through_forward(
+    model: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """function(*args, **kwargs) in the place of the model's forward.
+
+    A sharded model gathers the weights that no block holds (the output layer's, say) for the length
+    of its forward alone.
+    """
+    if not is_sharded(model):
+        return function(*args, **kwargs)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        del model.forward
+        return function(*args, **kwargs)
+
+    model.forward = forward
+    return model(*args, **kwargs)

@@ -20,14 +20,16 @@ from lightning.pytorch import LightningDataModule, Trainer
 import mmpreproj
 from mmpreproj.analysis.records import environment, peak_memory, write_json
 from mmpreproj.analysis.skip import skip_strength, write_csv
+from mmpreproj.backbones.modes import is_sharded
 from mmpreproj.data.loaders import Answers
 from mmpreproj.messages import about, explain, listed
 from mmpreproj.training.callbacks import BestCheckpoint, Clock
+from mmpreproj.training.console import print_table
 from mmpreproj.training.run_folder import CHECKPOINTS, checkpoint_path
-from mmpreproj.training.sharding import is_sharded, read_checkpoint
+from mmpreproj.training.sharding import read_checkpoint
 from mmpreproj.training.trained_module import TrainedModule, parameter_counts
 
-__all__ = ["evaluate", "finish_run", "load_run", "print_table"]
+__all__ = ["evaluate", "finish_run", "load_run"]
 
 Which = Literal["best", "last"]
 
@@ -368,16 +370,6 @@ def _plots(
         n = None if module.examples is None else len(module.examples)
         path = folder / "skip_strength.png"
         plots.skip_by_layer(rows, path, f"Content skip by layer: {title}", n)
-
-
-def print_table(title: str, rows: list[list[str]], columns: list[str] | None = None) -> None:
-    """Columns that stand below each other, under a title."""
-    rows = [columns, *rows] if columns else rows
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    print(f"\n{title}")
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  " + "  ".join(cells).rstrip(), flush=True)
 
 
 def print_summary(record: dict[str, Any], folder: Path, headline: list[list[str]]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["ShardedStrategy", "is_sharded", "read_checkpoint", "shard", "through_forward"]
+__all__ = ["ShardedStrategy", "read_checkpoint", "shard"]
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -198,27 +198,3 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         warnings.simplefilter("ignore", UserWarning)
         load({"state_dict": state}, storage_reader=reader, no_dist=True)
     return {**torch.load(path / "meta.pt", weights_only=True), "state_dict": state}
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether parameters are split over processes."""
-    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
-
-
-def through_forward(
-    model: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """function(*args, **kwargs) in the place of the model's forward.
-
-    A sharded model gathers the weights that no block holds (the output layer's, say) for the length
-    of its forward alone.
-    """
-    if not is_sharded(model):
-        return function(*args, **kwargs)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        del model.forward
-        return function(*args, **kwargs)
-
-    model.forward = forward
-    return model(*args, **kwargs)
