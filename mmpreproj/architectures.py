@@ -23,7 +23,6 @@ __all__ = [
     "Left",
     "MODELS",
     "Site",
-    "SiteRule",
     "Uniform",
     "adapters_beside",
     "class_name",
@@ -160,9 +159,6 @@ class Found:
 def starred(path: str) -> str:
     """A path with a star for each number in it, as paths by hand are written."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
-
-
-SiteRule = Site  # as rows of BLOCKS are called
 
 
 # Divided space-time has a temporal attention too, which comes first. The skip of the class token is

@@ -17,7 +17,8 @@ from mmpreproj.files import parse_json, write_whole
 from mmpreproj.messages import about, listed, short
 from mmpreproj.preproj import PreProjConfig
 
-__all__ = ["CONFIG_FILE", "FORMAT", "WEIGHTS_FILE", "Folder", "read_folder", "write_peft"]
+__all__ = ["CONFIG_FILE", "FORMAT", "PEFT_CONFIG", "PEFT_PREFIX", "PEFT_WEIGHTS", "WEIGHTS_FILE"]
+__all__ += ["Folder", "read_folder", "write_peft"]
 
 WEIGHTS_FILE = "preproj.safetensors"
 CONFIG_FILE = "preproj.json"

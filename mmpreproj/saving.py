@@ -35,7 +35,14 @@ from mmpreproj.fingerprint import (
     fingerprint,
     whole,
 )
-from mmpreproj.folders import CONFIG_FILE, WEIGHTS_FILE, Folder, read_folder, write_peft
+from mmpreproj.folders import (
+    CONFIG_FILE,
+    PEFT_CONFIG,
+    WEIGHTS_FILE,
+    Folder,
+    read_folder,
+    write_peft,
+)
 from mmpreproj.messages import about, listed
 from mmpreproj.preproj import PreProjConfig
 from mmpreproj.sites import chosen, find, find_sites
@@ -196,7 +203,7 @@ def load(
             _logger.warning("%s does not say what its base was: nothing is checked", path)
         targets = {name: parameter for name, (_, parameter) in _stored(model, folder.also).items()}
         _check_tensors(targets, tensors, path)
-        if Path(path, BESIDE, "adapter_config.json").is_file():
+        if Path(path, BESIDE, PEFT_CONFIG).is_file():
             from mmpreproj.peft_method.beside import load_beside
 
             load_beside(model, Path(path, BESIDE), is_trainable)

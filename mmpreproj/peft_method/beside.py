@@ -17,10 +17,9 @@ from torch import nn
 
 from mmpreproj.attach import attachment_of, freeze_base, preproj_modules
 from mmpreproj.files import parse_json, write_whole
+from mmpreproj.folders import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 
 __all__ = ["keep_apart", "load_beside", "save_beside"]
-
-PREFIX = "base_model.model."
 
 
 def keep_apart(model: nn.Module, configs: dict[str, PeftConfig]) -> None:
@@ -66,11 +65,11 @@ def save_beside(model: nn.Module, folder: Path, dtype: Any = None) -> None:
     ((name, config),) = configs.items()
     tensors = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     tensors = {
-        f"{PREFIX}{key.removeprefix(PREFIX)}": tensor.detach().to(dtype or tensor.dtype).cpu()
+        _prefixed(key): tensor.detach().to(dtype or tensor.dtype).cpu()
         for key, tensor in tensors.items()
     }
     tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
-    write_whole(folder / "adapter_model.safetensors", safetensors.torch.save(tensors))
+    write_whole(folder / PEFT_WEIGHTS, safetensors.torch.save(tensors))
     config.save_pretrained(os.fspath(folder))
 
 
@@ -80,10 +79,10 @@ def load_beside(model: nn.Module, folder: Path, is_trainable: bool) -> None:
     Raises:
         ValueError: if a tensor is missing, unknown or of another shape.
     """
-    described = parse_json((folder / "adapter_config.json").read_bytes(), "adapter_config.json")
+    described = parse_json((folder / PEFT_CONFIG).read_bytes(), PEFT_CONFIG)
     if described.get("megatron_config"):
         raise ValueError(f"{folder} names a module to import (megatron_config), which is not done")
-    tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    tensors = safetensors.torch.load_file(folder / PEFT_WEIGHTS)
     if not hasattr(model, "peft_config"):
         config = peft.PeftConfig.from_pretrained(os.fspath(folder))
         config.inference_mode = not is_trainable
@@ -94,12 +93,17 @@ def load_beside(model: nn.Module, folder: Path, is_trainable: bool) -> None:
     in_float32 = all(tensor.dtype == torch.float32 for tensor in tensors.values())
     cast_adapter_dtype(model, name, in_float32)  # as a PeftModel has them on a bfloat16 base
     found = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    shapes = {f"{PREFIX}{k.removeprefix(PREFIX)}": tuple(t.shape) for k, t in found.items()}
+    shapes = {_prefixed(k): tuple(t.shape) for k, t in found.items()}
     if shapes != {key: tuple(tensor.shape) for key, tensor in tensors.items()}:
         _take_out(model)
         wrong = sorted(set(shapes) ^ set(tensors)) or ["tensors of another shape"]
         raise ValueError(f"{folder} does not fit this model: {wrong[0]}")
     set_peft_model_state_dict(model, tensors, adapter_name=name)
+
+
+def _prefixed(key: str) -> str:
+    """A key as PEFT's files have it, whether the model is a PeftModel or not."""
+    return f"{PEFT_PREFIX}{key.removeprefix(PEFT_PREFIX)}"
 
 
 def _take_out(model: nn.Module) -> None:

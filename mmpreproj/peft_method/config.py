@@ -14,7 +14,7 @@ from peft import PeftConfig
 
 from mmpreproj.card import write_card
 from mmpreproj.files import parse_json, write_whole
-from mmpreproj.folders import read_folder
+from mmpreproj.folders import PEFT_CONFIG, PEFT_WEIGHTS, read_folder
 from mmpreproj.preproj import PreProjConfig
 
 __all__ = ["AdapterConfigs", "PreProjPeftConfig", "PreProjPeftType", "check_name_is_free"]
@@ -87,7 +87,7 @@ class PreProjPeftConfig(PeftConfig):
         """As PEFT's, and what it takes to load the adapter in the card beside it."""
         super().save_pretrained(save_directory, **kwargs)
         _mark_beside(Path(save_directory))
-        if Path(save_directory, "adapter_model.safetensors").is_file():
+        if Path(save_directory, PEFT_WEIGHTS).is_file():
             write_card(Path(save_directory), read_folder(Path(save_directory)), {}, "peft")
 
     def preproj_config(self) -> PreProjConfig:
@@ -99,7 +99,7 @@ class PreProjPeftConfig(PeftConfig):
 def _mark_beside(folder: Path) -> None:
     """PEFT puts the "default" adapter into the folder above: where that is LoRA, loading it alone
     must not be silent. PEFT warns of keys that it does not know, and shows them."""
-    above = folder.parent / "adapter_config.json"
+    above = folder.parent / PEFT_CONFIG
     if above.is_file():
         described = parse_json(above.read_bytes(), above)
         if described.get("peft_type") != PreProjPeftType.PREPROJ:

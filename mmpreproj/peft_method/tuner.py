@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mmpreproj.architectures import unwrapped
 from mmpreproj.attach import is_within, make_preproj, plan_swaps, report, swap_all
 from mmpreproj.fingerprint import base_facts, base_parameters, check_base
+from mmpreproj.folders import PEFT_PREFIX
 from mmpreproj.messages import nearest
 from mmpreproj.peft_method.config import AdapterConfigs, PreProjPeftConfig, check_name_is_free
 from mmpreproj.peft_method.layer import NO_MERGE, PreProjLayer
@@ -245,7 +246,7 @@ def _base_facts(
     model: nn.Module, config: PreProjPeftConfig, adapter_name: str, state: dict[str, Tensor]
 ) -> dict[str, Any] | None:
     """What is saved of the base; None where its weights are not all at hand."""
-    tensors = {key.removeprefix("base_model.model."): tensor for key, tensor in state.items()}
+    tensors = {key.removeprefix(PEFT_PREFIX): tensor for key, tensor in state.items()}
     own = [(name, parameter) for _, name, parameter in base_parameters(model)]
     if any(parameter.is_meta or name not in tensors for name, parameter in own):
         return None

@@ -278,7 +278,7 @@ class Rows(ExperimentWriter):
 
     def _read(self) -> list[dict[str, str]]:
         path = Path(self.metrics_file_path)
-        if not path.exists():
+        if not path.is_file():
             return []
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         # a process that was killed may have left a part of a row

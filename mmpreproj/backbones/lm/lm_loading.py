@@ -28,6 +28,7 @@ from mmpreproj.backbones.lm.lm_sources import (
 from mmpreproj.backbones.lm.lm_tokenizer import check_tokenizer, number_of_ids
 from mmpreproj.backbones.modes import exact_frequencies
 from mmpreproj.files import parse_json
+from mmpreproj.folders import CONFIG_FILE, PEFT_CONFIG
 from mmpreproj.hf import from_pretrained, is_whole
 from mmpreproj.hub_cache import MODEL_FILES, Source, cached_snapshot, require_model
 from mmpreproj.messages import about, nearest, need
@@ -128,7 +129,7 @@ def load_with_adapter(
     """
     if adapter is None and (base := base_of(source)):
         source, adapter = base, source
-    if adapter is None or not Path(adapter, "adapter_config.json").is_file():
+    if adapter is None or not Path(adapter, PEFT_CONFIG).is_file():
         return load_language_model(source, preproj=adapter, dtype=dtype)
     peft = need("peft", str(adapter), "text")
     import mmpreproj.peft_method  # noqa: F401  its name among PEFT's methods
@@ -142,7 +143,7 @@ def load_with_adapter(
 def base_of(folder: str | os.PathLike[str]) -> str | None:
     """The base that an adapter folder names; None if it is no such folder, or names none."""
     if not Path(folder, "config.json").is_file():
-        for file, path in (("preproj.json", "base.name"), ("adapter_config.json", PEFT_BASE)):
+        for file, path in ((CONFIG_FILE, "base.name"), (PEFT_CONFIG, PEFT_BASE)):
             if Path(folder, file).is_file():
                 found = parse_json(Path(folder, file).read_bytes(), Path(folder, file))
                 for key in path.split("."):

@@ -8,7 +8,7 @@ import torch
 from timm.models.eva import EvaBlock
 from torch import Tensor, nn
 
-from mmpreproj.architectures import BLOCKS, SiteRule
+from mmpreproj.architectures import BLOCKS, Site
 from mmpreproj.backbones.video.rope3d import DividedRope
 
 __all__ = ["DividedBlock"]
@@ -78,6 +78,6 @@ class DividedBlock(nn.Module):
 
 
 BLOCKS[f"{DividedBlock.__module__}.{DividedBlock.__qualname__}"] = (
-    SiteRule("temporal_attn"),
-    SiteRule("attn"),
+    Site("temporal_attn"),
+    Site("attn"),
 )
